@@ -1,0 +1,61 @@
+# make test, make demo: each makes .venv when it is not there. `make help` lists the rest.
+# Everything here is for a CPU; for a GPU install the extra `cuda` in an environment of your own (README.md).
+
+TORCH ?= 2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+WORKERS ?= 2
+ARGS ?=
+
+# The first that really starts: pyenv leaves a shim for versions that are not selected.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
+	if $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+	then echo $$name; break; fi; done)
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+# Read by every later install, so that none of them swaps the CPU build for another.
+PINS := $(VENV)/pins.txt
+
+.PHONY: test demo lint clean help $(VENV)
+
+test: $(VENV)/.dev  ## run the tests (ARGS='-k name' narrows them, WORKERS=4 widens them)
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+demo: $(VENV)/.runtime  ## compare HEAD with a commit planted on top of it, and show the report
+	$(PY) -m gate.cli demo $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff and mypy, as review asks for them
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict engine gate
+
+$(VENV): $(VENV)/.dev  ## make the environment with everything the tests need
+
+# A stamp is newer than what it was made from, so a second run installs nothing.
+$(VENV)/.torch-$(TORCH):
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with venv found; name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.torch-* $(VENV)/.runtime $(VENV)/.dev
+	@# PyPI's torch brings gigabytes of CUDA on most machines; PyTorch's index has the CPU build but is not reachable from all.
+	$(PIP) install --retries 0 --timeout 5 --extra-index-url $(CPU_INDEX) torch==$(TORCH) \
+		|| $(PIP) install torch==$(TORCH)
+	echo 'torch==$(TORCH)' > $(PINS)
+	touch $@
+
+# Editable, for the commands `omni` and `gate`. Arms of a comparison import their own tree all the same: the gate
+# starts them with cwd and PYTHONPATH set to it.
+$(VENV)/.runtime: $(VENV)/.torch-$(TORCH) pyproject.toml
+	$(PIP) install -c $(PINS) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install -c $(PINS) -e '.[dev]'
+	touch $@
+
+clean:  ## remove the environment, caches and build outputs (runs/ and reports/ stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find engine gate tests workloads -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z$$][^=]*:.*## / { sub(/\$$\(VENV\)/, ".venv", $$1); printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

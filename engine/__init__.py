@@ -1,0 +1,1 @@
+"""Walkgate's Omni serving engine."""

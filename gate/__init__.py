@@ -1,0 +1,1 @@
+"""The benchmarking and regression gate: starts servers of two arms, speaks HTTP, never imports the engine."""
