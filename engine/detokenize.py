@@ -1,0 +1,63 @@
+"""Token ids to text, a few at a time: what is emitted never ends inside a character. No torch.
+
+The chunks of one request, joined, are what decoding all its ids at once would give.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level tokenizers write for each byte: itself, or one from U+0100 upwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+class TokenBytes:
+    """The bytes that each token id of a byte-level tokenizer stands for; special tokens stand for none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {
+            token: b"" for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        }
+
+    def of(self, token: int) -> bytes:
+        """Return the bytes of `token`; none for a special token and for an id that the tokenizer has no token for."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._spell(token)
+        return found
+
+    def _spell(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        try:
+            return bytes(_BYTES[char] for char in text)
+        except KeyError:  # an added token is written as it is, so it may hold characters outside the alphabet
+            return text.encode()
+
+
+class Detokenizer:
+    """The text of one request. `push` holds back the bytes of a character that is not complete yet; `finish` flushes."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that `token_ids` complete; "" while a character is incomplete."""
+        return self._decoder.decode(b"".join(map(self._token_bytes.of, token_ids)))
+
+    def finish(self) -> str:
+        """Return what is left: U+FFFD for a character that never became complete, else ""."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,492 @@
+"""What `config.json` says about a model, as frozen values. Reads and checks it; no torch, no tensors, no defaults.
+
+Every key that decides a shape or a result must be present: the classes of other libraries carry defaults that are not the
+released values, so an absent key is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from engine.errors import CheckpointError
+
+DTYPES = ("float32", "bfloat16", "float16")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """A stack of attention and expert layers. `shared_inter` is 0 without a shared expert; `eps` is that of every norm."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    norm_topk: bool
+    moe_inter: int
+    shared_inter: int
+    eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class AudioConfig:
+    """The audio encoder. A chunk is 2 * `window` mel frames; attention windows are `window_infer` mel frames long."""
+
+    mel_bins: int
+    hidden: int
+    layers: int
+    heads: int
+    inter: int
+    channels: int
+    out: int
+    window: int
+    window_infer: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The vision encoder, for shapes and positions only. `table` counts learned positions, `deepstack` names blocks."""
+
+    depth: int
+    hidden: int
+    inter: int
+    heads: int
+    channels: int
+    patch: int
+    temporal_patch: int
+    merge: int
+    out: int
+    table: int
+    deepstack: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorConfig:
+    """The code predictor: dense layers that fill `groups` - 1 code groups of `vocab` codes each."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inter: int
+    groups: int
+    eps: float
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True)
+class CodecIds:
+    """Special ids of the Talker's own vocabulary."""
+
+    pad: int
+    bos: int
+    eos: int
+    nothink: int
+    think_bos: int
+    think_eos: int
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerConfig:
+    """The Talker: its stack, its projections from the Thinker (inner width `proj_inter`) and its special ids.
+
+    `accept_layer` k means the Thinker's output after layer index k - 1; `speakers` maps lower-case names to codec ids.
+    """
+
+    stack: StackConfig
+    predictor: PredictorConfig
+    codec: CodecIds
+    speakers: Mapping[str, int]
+    accept_layer: int
+    thinker_hidden: int
+    proj_inter: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Code2WavConfig:
+    """The vocoder. One frame of `quantizers` codes becomes prod(ratios) * prod(rates) samples; `window` counts frames."""
+
+    codebook: int
+    quantizers: int
+    hidden: int
+    inter: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    decoder_dim: int
+    rates: tuple[int, ...]
+    ratios: tuple[int, ...]
+    eps: float
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """Special ids of the Thinker's vocabulary; `audio`, `image` and `video` are the placeholders of media rows."""
+
+    im_start: int
+    im_end: int
+    tts_pad: int
+    tts_bos: int
+    tts_eos: int
+    system: int
+    user: int
+    assistant: int
+    audio: int
+    audio_start: int
+    audio_end: int
+    image: int
+    video: int
+    vision_start: int
+    vision_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class OmniConfig:
+    """A whole model. `talker` and `code2wav` are None when the checkpoint makes text only.
+
+    `positions_per_second` places video frames in time; `dtype` is the dtype that the checkpoint was saved in, as a word.
+    """
+
+    thinker: StackConfig
+    audio: AudioConfig
+    vision: VisionConfig
+    talker: TalkerConfig | None
+    code2wav: Code2WavConfig | None
+    ids: SpecialIds
+    positions_per_second: int
+    dtype: str
+
+    @property
+    def has_talker(self) -> bool:
+        """Whether the model can speak."""
+        return self.talker is not None
+
+    @property
+    def predictor(self) -> PredictorConfig | None:
+        """The code predictor, None when the model can't speak."""
+        return None if self.talker is None else self.talker.predictor
+
+    @property
+    def speakers(self) -> Mapping[str, int]:
+        """Codec ids by lower-case voice name; empty when the model can't speak."""
+        return {} if self.talker is None else self.talker.speakers
+
+    @classmethod
+    def load(cls, folder: Path) -> OmniConfig:
+        """Read `config.json` of a model folder; CheckpointError when it is missing, not JSON, or incomplete."""
+        path = folder / "config.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} has no config.json; name a model folder") from None
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{path} must hold an object, holds a {type(data).__name__}")
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, object]) -> OmniConfig:
+        """Check a parsed `config.json`; CheckpointError names the dotted key that is absent or can't be served."""
+        root = _Section(data, "")
+        root.only("model_type", "qwen3_omni_moe")
+        thinker = root.section("thinker_config")
+        talker = root.section("talker_config") if root.flag("enable_audio_output") else None
+        stack = _stack(thinker.section("text_config"))
+        return cls(
+            thinker=stack,
+            audio=_audio(thinker.section("audio_config")),
+            vision=_vision(thinker.section("vision_config")),
+            talker=None if talker is None else _talker(talker, stack.layers),
+            code2wav=None if talker is None else _code2wav(root.section("code2wav_config")),
+            ids=_ids(root, thinker),
+            positions_per_second=thinker.whole("position_id_per_seconds"),
+            dtype=_dtype(root, thinker),
+        )
+
+
+class _Section:
+    """One object of the file and its dotted place in it."""
+
+    def __init__(self, data: Mapping[str, object], place: str) -> None:
+        self.data = data
+        self.place = place
+
+    def __contains__(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def dotted(self, key: str) -> str:
+        return f"{self.place}.{key}" if self.place else key
+
+    def _get(self, key: str, accept: Callable[[object], bool], convert: Callable[[object], T], kind: str) -> T:
+        if key not in self:
+            raise CheckpointError(f"config.json lacks {self.dotted(key)}; there is no default for it, add it")
+        value = self.data[key]
+        if not accept(value):
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be {kind}, is {value!r}")
+        return convert(value)
+
+    def whole(self, key: str) -> int:
+        return self._get(key, _is_whole, lambda value: int(str(value)), "a whole number")
+
+    def number(self, key: str) -> float:
+        return self._get(key, _is_number, lambda value: float(str(value)), "a number")
+
+    def flag(self, key: str) -> bool:
+        return self._get(key, lambda value: isinstance(value, bool), bool, "true or false")
+
+    def wholes(self, key: str) -> tuple[int, ...]:
+        return self._get(key, _is_wholes, _as_wholes, "a list of whole numbers")
+
+    def table(self, key: str) -> dict[str, int]:
+        section = self.section(key)
+        return {name: section.whole(name) for name in section.data}
+
+    def section(self, key: str) -> _Section:
+        data = self._get(key, lambda value: isinstance(value, dict), _as_object, "an object")
+        return _Section(data, self.dotted(key))
+
+    def only(self, key: str, *served: object) -> None:
+        """Refuse a value that the engine can't serve. An absent key means the first of `served`."""
+        if key in self and self.data[key] not in served:
+            raise CheckpointError(
+                f"config.json: {self.dotted(key)} is {self.data[key]!r}; only {served[0]!r} is served"
+            )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_wholes(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(_is_whole(item) for item in value)
+
+
+def _as_wholes(value: object) -> tuple[int, ...]:
+    assert isinstance(value, list | tuple)
+    return tuple(value)
+
+
+def _as_object(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value
+
+
+def _dtype(root: _Section, thinker: _Section) -> str:
+    for section in (root, thinker):
+        for key in ("dtype", "torch_dtype"):
+            if key in section:
+                section.only(key, *DTYPES)
+                return str(section.data[key])
+    raise CheckpointError(f"config.json lacks dtype; add one of {', '.join(DTYPES)}")
+
+
+def _rope(section: _Section) -> tuple[float, _Section]:
+    """Base and rope object, from `rope_parameters` or from `rope_theta` with `rope_scaling` (which may be absent)."""
+    if "rope_parameters" in section:
+        rope = section.section("rope_parameters")
+        theta = rope.number("rope_theta")
+    else:
+        theta = section.number("rope_theta")
+        rope = section.section("rope_scaling") if "rope_scaling" in section else _Section({}, section.place)
+    rope.only("rope_type", "default")
+    return theta, rope
+
+
+def _mrope(section: _Section) -> tuple[float, tuple[int, int, int]]:
+    theta, rope = _rope(section)
+    rope.only("interleaved", True)
+    sections = rope.wholes("mrope_section")
+    if len(sections) != 3 or 2 * sum(sections) != section.whole("head_dim"):
+        half = section.whole("head_dim") // 2
+        raise CheckpointError(
+            f"config.json: {rope.dotted('mrope_section')} must be three numbers that sum to {half}, is {list(sections)}"
+        )
+    return theta, (sections[0], sections[1], sections[2])
+
+
+def _experts(section: _Section) -> int:
+    """Experts under either name; both may stand there if they agree."""
+    found = {key: section.whole(key) for key in ("num_experts", "num_local_experts") if key in section}
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"config.json: {section.place} says both {found}; make them equal")
+    return next(iter(found.values())) if found else section.whole("num_experts")
+
+
+def _plain_layers(section: _Section) -> None:
+    """Refuse layer variants that no released model has."""
+    section.only("hidden_act", "silu")
+    section.only("attention_bias", False)
+    section.only("tie_word_embeddings", False)
+
+
+def _stack(section: _Section) -> StackConfig:
+    _plain_layers(section)
+    section.only("decoder_sparse_step", 1)
+    section.only("mlp_only_layers", [])
+    section.only("use_qk_norm", True)
+    section.only("use_sliding_window", False)
+    theta, sections = _mrope(section)
+    return StackConfig(
+        vocab=section.whole("vocab_size"),
+        hidden=section.whole("hidden_size"),
+        layers=section.whole("num_hidden_layers"),
+        heads=section.whole("num_attention_heads"),
+        kv_heads=section.whole("num_key_value_heads"),
+        head_dim=section.whole("head_dim"),
+        experts=_experts(section),
+        top_k=section.whole("num_experts_per_tok"),
+        norm_topk=section.flag("norm_topk_prob"),
+        moe_inter=section.whole("moe_intermediate_size"),
+        shared_inter=section.whole("shared_expert_intermediate_size"),
+        eps=section.number("rms_norm_eps"),
+        rope_theta=theta,
+        mrope_section=sections,
+        max_positions=section.whole("max_position_embeddings"),
+    )
+
+
+def _audio(section: _Section) -> AudioConfig:
+    section.only("activation_function", "gelu")
+    section.only("scale_embedding", False)
+    return AudioConfig(
+        mel_bins=section.whole("num_mel_bins"),
+        hidden=section.whole("d_model"),
+        layers=section.whole("encoder_layers"),
+        heads=section.whole("encoder_attention_heads"),
+        inter=section.whole("encoder_ffn_dim"),
+        channels=section.whole("downsample_hidden_size"),
+        out=section.whole("output_dim"),
+        window=section.whole("n_window"),
+        window_infer=section.whole("n_window_infer"),
+        max_positions=section.whole("max_source_positions"),
+    )
+
+
+def _vision(section: _Section) -> VisionConfig:
+    return VisionConfig(
+        depth=section.whole("depth"),
+        hidden=section.whole("hidden_size"),
+        inter=section.whole("intermediate_size"),
+        heads=section.whole("num_heads"),
+        channels=section.whole("in_channels"),
+        patch=section.whole("patch_size"),
+        temporal_patch=section.whole("temporal_patch_size"),
+        merge=section.whole("spatial_merge_size"),
+        out=section.whole("out_hidden_size"),
+        table=section.whole("num_position_embeddings"),
+        deepstack=section.wholes("deepstack_visual_indexes"),
+    )
+
+
+def _predictor(section: _Section) -> PredictorConfig:
+    _plain_layers(section)
+    section.only("use_sliding_window", False)
+    theta, _ = _rope(section)
+    return PredictorConfig(
+        vocab=section.whole("vocab_size"),
+        hidden=section.whole("hidden_size"),
+        layers=section.whole("num_hidden_layers"),
+        heads=section.whole("num_attention_heads"),
+        kv_heads=section.whole("num_key_value_heads"),
+        head_dim=section.whole("head_dim"),
+        inter=section.whole("intermediate_size"),
+        groups=section.whole("num_code_groups"),
+        eps=section.number("rms_norm_eps"),
+        rope_theta=theta,
+    )
+
+
+def _accept_layer(section: _Section, thinker_layers: int) -> int:
+    # After the last layer there is a norm too, so its output is no state to accept.
+    layer = section.whole("accept_hidden_layer")
+    if not 1 <= layer < thinker_layers:
+        place = section.dotted("accept_hidden_layer")
+        raise CheckpointError(f"config.json: {place} must be between 1 and {thinker_layers - 1}, is {layer}")
+    return layer
+
+
+def _talker(section: _Section, thinker_layers: int) -> TalkerConfig:
+    text = section.section("text_config")
+    return TalkerConfig(
+        stack=_stack(text),
+        predictor=_predictor(section.section("code_predictor_config")),
+        codec=CodecIds(
+            pad=section.whole("codec_pad_id"),
+            bos=section.whole("codec_bos_id"),
+            eos=section.whole("codec_eos_token_id"),
+            nothink=section.whole("codec_nothink_id"),
+            think_bos=section.whole("codec_think_bos_id"),
+            think_eos=section.whole("codec_think_eos_id"),
+        ),
+        speakers={name.lower(): codec for name, codec in section.table("speaker_id").items()},
+        accept_layer=_accept_layer(section, thinker_layers),
+        thinker_hidden=section.whole("thinker_hidden_size"),
+        proj_inter=text.whole("intermediate_size"),
+        groups=section.whole("num_code_groups"),
+    )
+
+
+def _code2wav(section: _Section) -> Code2WavConfig:
+    _plain_layers(section)
+    theta, _ = _rope(section)
+    hidden, heads = section.whole("hidden_size"), section.whole("num_attention_heads")
+    return Code2WavConfig(
+        codebook=section.whole("codebook_size"),
+        quantizers=section.whole("num_quantizers"),
+        hidden=hidden,
+        inter=section.whole("intermediate_size"),
+        layers=section.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=section.whole("num_key_value_heads"),
+        # The released file names no head_dim here: the heads share the width out among themselves.
+        head_dim=section.whole("head_dim") if "head_dim" in section else hidden // heads,
+        window=section.whole("sliding_window"),
+        decoder_dim=section.whole("decoder_dim"),
+        rates=section.wholes("upsample_rates"),
+        ratios=section.wholes("upsampling_ratios"),
+        eps=section.number("rms_norm_eps"),
+        rope_theta=theta,
+    )
+
+
+def _ids(root: _Section, thinker: _Section) -> SpecialIds:
+    return SpecialIds(
+        im_start=root.whole("im_start_token_id"),
+        im_end=root.whole("im_end_token_id"),
+        tts_pad=root.whole("tts_pad_token_id"),
+        tts_bos=root.whole("tts_bos_token_id"),
+        tts_eos=root.whole("tts_eos_token_id"),
+        system=root.whole("system_token_id"),
+        user=root.whole("user_token_id"),
+        assistant=root.whole("assistant_token_id"),
+        audio=thinker.whole("audio_token_id"),
+        audio_start=thinker.whole("audio_start_token_id"),
+        audio_end=thinker.whole("audio_end_token_id"),
+        image=thinker.whole("image_token_id"),
+        video=thinker.whole("video_token_id"),
+        vision_start=thinker.whole("vision_start_token_id"),
+        vision_end=thinker.whole("vision_end_token_id"),
+    )

@@ -1,0 +1,221 @@
+"""What a client sends to what the engine runs: text or ids, and audio files, to prompt ids, clips and checked limits.
+
+Runs in the front process, off its event loop. No torch. Every fault is a RequestError that names the field and the fix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from engine.detokenize import TokenBytes
+from engine.errors import CheckpointError, RequestError
+from engine.model.chat import ChatTemplate, load_tokenizer
+from engine.model.clips import HOP, SAMPLE_RATE, WINDOW, decode, log_mel
+from engine.model.config import OmniConfig, SpecialIds
+from engine.model.positions import TOKENS_PER_CHUNK, audio_tokens
+from engine.request import Clip, Request, Speech
+
+# What a prompt of the shortest kind holds beside its audio: markers of the turns, and one token to generate.
+PROMPT_OVERHEAD = 16
+# Rows that open the Talker's answer, after the user turns that it reads.
+TALKER_OPENING = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The prompt as it was sent. `clamp_tokens` and `clamp_frames` say that a limit was not asked for, so it may shrink."""
+
+    text: str | None = None
+    system: str | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    audio: Sequence[bytes] = ()
+    clamp_tokens: bool = False
+    clamp_frames: bool = False
+
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that the prompt came in."""
+        return "text" if self.text is not None else "prompt_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """A model's tokenizer, chat template and limits. `max_model_len` counts prompt and generated tokens of one request."""
+
+    config: OmniConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    token_bytes: TokenBytes
+    max_model_len: int
+    longest_token: int
+
+    @classmethod
+    def load(cls, folder: Path, config: OmniConfig, max_model_len: int) -> Processor:
+        """Read tokenizer, template and audio settings of a model folder; CheckpointError names what doesn't fit."""
+        _check_mel(folder / "preprocessor_config.json", config.audio.mel_bins)
+        tokenizer = load_tokenizer(folder)
+        longest = max(map(len, tokenizer.get_vocab()))
+        return cls(config, tokenizer, ChatTemplate.load(folder), TokenBytes(tokenizer), max_model_len, longest)
+
+    @property
+    def max_audio_seconds(self) -> int:
+        """The longest clip that can fit a prompt, in whole seconds."""
+        return max_audio_seconds(self.max_model_len)
+
+    def complete(self, draft: Request, inputs: Inputs) -> Request:
+        """Return `draft` with its prompt ids, clips and limits filled in; RequestError when it can't be served."""
+        clips = [self._clip(data, place) for place, data in enumerate(inputs.audio)]
+        ids = self._expand(self._prompt(inputs), clips, inputs.prompt_field)
+        tokens = self._max_tokens(len(ids), draft.max_tokens, inputs)
+        speech = None if draft.speech is None else self._speech(draft.speech, ids, inputs.clamp_frames)
+        return msgspec.structs.replace(draft, prompt_ids=ids, clips=clips, max_tokens=tokens, speech=speech)
+
+    def _clip(self, data: bytes, place: int) -> Clip:
+        sound = decode(data, place, self.max_audio_seconds)
+        mel = log_mel(sound.samples, self.config.audio.mel_bins)
+        frames = mel.shape[1]
+        return Clip(
+            mel=mel.astype("<f4").tobytes(),
+            mel_bins=mel.shape[0],
+            frames=frames,
+            tokens=audio_tokens(frames),
+            seconds=sound.seconds,
+        )
+
+    def _prompt(self, inputs: Inputs) -> list[int]:
+        """Token ids with one placeholder run a clip."""
+        if inputs.text is None:
+            return self._given(inputs.prompt_token_ids or ())
+        if not (inputs.text.strip() or inputs.audio):
+            raise RequestError("text is empty; write what the user says, or send audio", field="text", code="empty")
+        most = self.max_model_len * self.longest_token
+        for name, text in (("text", inputs.text), ("system", inputs.system or "")):
+            if len(text) > most:  # so long that no tokenizer need be asked
+                raise _too_long(name, f"{name} has {len(text)} characters", self.max_model_len)
+        rendered = self.template.user_turn(inputs.text, inputs.system, len(inputs.audio))
+        return list(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    def _given(self, ids: Sequence[int]) -> list[int]:
+        if not ids:
+            raise RequestError(
+                "prompt_token_ids is empty; give at least one id", field="prompt_token_ids", code="empty"
+            )
+        vocab = self.config.thinker.vocab
+        for place, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                message = f"prompt_token_ids[{place}] is {token}; ids of this model are 0 to {vocab - 1}"
+                raise RequestError(message, field="prompt_token_ids", code="out_of_vocabulary")
+        return list(ids)
+
+    def _expand(self, ids: list[int], clips: Sequence[Clip], name: str) -> list[int]:
+        """Give each clip its run of placeholders: a run of one grows, a run of the clip's own length stays."""
+        special = self.config.ids
+        if any(token in (special.image, special.video) for token in ids):
+            raise RequestError(
+                f"{name} holds an image or video placeholder; image and video input is not served yet", field=name
+            )
+        runs = [(token, len(list(same))) for token, same in groupby(ids)]
+        found = sum(token == special.audio for token, _ in runs)
+        if found != len(clips):
+            message = f"{name} has {_count(found, 'run')} of the audio placeholder (id {special.audio}), "
+            raise RequestError(
+                f"{message}and {_count(len(clips), 'clip')} came; send as many", field=name, code="audio_count"
+            )
+        waiting = iter(enumerate(clips))
+        expanded: list[int] = []
+        for token, length in runs:
+            expanded += [token] * (_run_length(length, *next(waiting), name) if token == special.audio else length)
+        return expanded
+
+    def _max_tokens(self, prompt: int, wanted: int, inputs: Inputs) -> int:
+        room = self.max_model_len - prompt
+        if room < 1:
+            name = "audio" if inputs.audio else inputs.prompt_field
+            raise _too_long(name, f"the prompt has {prompt} tokens", self.max_model_len)
+        if inputs.clamp_tokens:
+            return min(wanted, room)
+        if wanted > room:
+            raise RequestError(
+                f"max_tokens is {wanted}, but {prompt} prompt tokens leave {room} of this server's {self.max_model_len}",
+                field="max_tokens",
+                code="too_long",
+            )
+        return wanted
+
+    def _speech(self, speech: Speech, ids: Sequence[int], clamp: bool) -> Speech:
+        talker = self.config.talker
+        if talker is None:
+            raise RequestError(
+                'this model makes no speech; leave "audio" out of output', field="output", code="no_speech"
+            )
+        voice = speech.voice.lower()
+        if voice not in talker.speakers:
+            known = ", ".join(sorted(talker.speakers))
+            raise RequestError(
+                f"voice {speech.voice!r} is not one of {known}", field="speech.voice", code="unknown_voice"
+            )
+        positions = talker.stack.max_positions
+        room = positions - TALKER_OPENING - user_tokens(ids, self.config.ids)
+        if room < 1 or (speech.max_frames > room and not clamp):
+            raise RequestError(
+                f"max_frames is {speech.max_frames}, but the prompt leaves {max(room, 0)} of the Talker's "
+                f"{positions} positions",
+                field="speech.max_frames",
+                code="too_long",
+            )
+        return msgspec.structs.replace(speech, voice=voice, max_frames=min(speech.max_frames, room))
+
+
+def max_audio_seconds(max_model_len: int) -> int:
+    """The longest clip, in whole seconds, that fits a request of `max_model_len` tokens."""
+    return max(1, (max_model_len - PROMPT_OVERHEAD) // TOKENS_PER_CHUNK)
+
+
+def user_tokens(ids: Sequence[int], special: SpecialIds) -> int:
+    """Count the tokens of user turns, markers included: the part of a prompt that the Talker reads."""
+    count, inside = 0, False
+    for place, token in enumerate(ids):
+        if token == special.im_start:
+            inside = place + 1 < len(ids) and ids[place + 1] == special.user
+        count += inside
+    return count
+
+
+def _run_length(length: int, place: int, clip: Clip, name: str) -> int:
+    if length not in (1, clip.tokens):
+        raise RequestError(
+            f"{name}: run {place} of the audio placeholder has {length} tokens; audio[{place}] takes {clip.tokens} (send 1, "
+            f"or exactly that many)",
+            field=name,
+            code="audio_count",
+        )
+    return clip.tokens
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _too_long(name: str, what: str, limit: int) -> RequestError:
+    return RequestError(
+        f"{what}; this server takes {limit} tokens a request, generated ones included", field=name, code="too_long"
+    )
+
+
+def _check_mel(path: Path, mel_bins: int) -> None:
+    """Refuse a checkpoint whose audio was prepared in another way than `log_mel` does it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+    wanted = {"feature_size": mel_bins, "sampling_rate": SAMPLE_RATE, "n_fft": WINDOW, "hop_length": HOP, "dither": 0.0}
+    for key, value in wanted.items():
+        if found.get(key, value) != value:
+            raise CheckpointError(f"{path}: {key} is {found[key]!r}; only {value!r} is served")

@@ -1,0 +1,156 @@
+"""config.json: what is read, both spellings, and what is refused."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.errors import CheckpointError
+from engine.model.config import OmniConfig, SpecialIds
+from tests.shared import shared
+
+
+@pytest.fixture
+def data(tiny_checkpoint: Path) -> dict:
+    return json.loads((tiny_checkpoint / "config.json").read_text())
+
+
+def without(data: dict, dotted: str) -> dict:
+    changed = copy.deepcopy(data)
+    *path, key = dotted.split(".")
+    place = changed
+    for name in path:
+        place = place[name]
+    del place[key]
+    return changed
+
+
+def with_value(data: dict, dotted: str, value: object) -> dict:
+    changed = copy.deepcopy(data)
+    *path, key = dotted.split(".")
+    place = changed
+    for name in path:
+        place = place[name]
+    place[key] = value
+    return changed
+
+
+def test_the_released_config_gives_the_published_sizes():
+    config = OmniConfig.load(shared("data", "qwen3omni", "config.json").parent)
+    stack, talker, wave = config.thinker, config.talker, config.code2wav
+    assert (stack.layers, stack.hidden, stack.heads, stack.kv_heads, stack.head_dim) == (48, 2048, 32, 4, 128)
+    assert (stack.experts, stack.top_k, stack.moe_inter, stack.shared_inter, stack.norm_topk) == (128, 8, 768, 0, True)
+    assert (stack.rope_theta, stack.mrope_section, stack.max_positions) == (1e6, (24, 20, 20), 65536)
+    assert talker is not None and wave is not None
+    assert (talker.stack.vocab, talker.stack.top_k, talker.stack.shared_inter) == (3072, 6, 768)
+    assert (talker.accept_layer, talker.groups, talker.codec.eos) == (24, 16, 2150)
+    assert (talker.predictor.layers, talker.predictor.kv_heads, talker.predictor.inter) == (5, 8, 3072)
+    assert config.speakers == {"chelsie": 2301, "ethan": 2302, "aiden": 2303}
+    assert (wave.window, wave.head_dim, wave.rates, wave.eps) == (72, 64, (8, 5, 4, 3), 1e-5)
+    assert (config.positions_per_second, config.dtype, config.has_talker) == (13, "bfloat16", True)
+    assert config.ids == SpecialIds(
+        im_start=151644,
+        im_end=151645,
+        tts_pad=151671,
+        tts_bos=151672,
+        tts_eos=151673,
+        system=8948,
+        user=872,
+        assistant=77091,
+        audio=151675,
+        audio_start=151669,
+        audio_end=151670,
+        image=151655,
+        video=151656,
+        vision_start=151652,
+        vision_end=151653,
+    )
+
+
+def test_both_rope_spellings_and_both_names_of_the_expert_count_read_alike(data):
+    config = OmniConfig.parse(data)
+    other = copy.deepcopy(data)
+    for place in (other["thinker_config"]["text_config"], other["talker_config"]["text_config"]):
+        place["rope_parameters"] = {**place.pop("rope_scaling"), "rope_theta": place.pop("rope_theta")}
+    for place in (other["talker_config"]["code_predictor_config"], other["code2wav_config"]):
+        place["rope_parameters"] = {"rope_type": "default", "rope_theta": place.pop("rope_theta")}
+    text = other["talker_config"]["text_config"]
+    text["num_local_experts"] = text.pop("num_experts")
+    assert OmniConfig.parse(other) == config
+
+
+def test_two_expert_counts_that_differ_are_refused(data):
+    with pytest.raises(CheckpointError, match=r"talker_config\.text_config says both"):
+        OmniConfig.parse(with_value(data, "talker_config.text_config.num_local_experts", 9))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "enable_audio_output",
+        "assistant_token_id",
+        "thinker_config.audio_token_id",
+        "thinker_config.position_id_per_seconds",
+        "thinker_config.text_config.norm_topk_prob",
+        "thinker_config.text_config.shared_expert_intermediate_size",
+        "thinker_config.text_config.rope_theta",
+        "thinker_config.text_config.rope_scaling.mrope_section",
+        "thinker_config.text_config.num_experts",
+        "thinker_config.audio_config.n_window_infer",
+        "thinker_config.vision_config.deepstack_visual_indexes",
+        "talker_config.accept_hidden_layer",
+        "talker_config.speaker_id",
+        "talker_config.code_predictor_config.num_code_groups",
+        "code2wav_config.sliding_window",
+        "code2wav_config",
+    ],
+)
+def test_an_absent_key_is_named_and_has_no_default(data, key):
+    with pytest.raises(CheckpointError) as error:
+        OmniConfig.parse(without(data, key))
+    # An absent mrope_section is looked for in the object that rope_scaling is.
+    assert f"lacks {key};" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("thinker_config.text_config.hidden_size", "64", "hidden_size must be a whole number, is '64'"),
+        ("thinker_config.text_config.hidden_size", True, "hidden_size must be a whole number, is True"),
+        ("thinker_config.text_config.norm_topk_prob", 1, "norm_topk_prob must be true or false, is 1"),
+        ("thinker_config.text_config.attention_bias", True, "attention_bias is True; only False is served"),
+        ("thinker_config.text_config.mlp_only_layers", [0], r"mlp_only_layers is \[0\]; only \[\] is served"),
+        ("talker_config.text_config.hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is served"),
+        ("thinker_config.text_config.rope_scaling.mrope_section", [6, 5, 4], "must be three numbers that sum to 16"),
+        ("thinker_config.text_config.rope_scaling.rope_type", "yarn", "rope_type is 'yarn'; only 'default' is served"),
+        ("talker_config.accept_hidden_layer", 6, "accept_hidden_layer must be between 1 and 5, is 6"),
+        ("model_type", "qwen2_5_omni", "model_type is 'qwen2_5_omni'; only 'qwen3_omni_moe' is served"),
+        ("dtype", "int8", "dtype is 'int8'"),
+    ],
+)
+def test_a_value_that_cannot_be_served_is_named(data, key, value, message):
+    with pytest.raises(CheckpointError, match=message):
+        OmniConfig.parse(with_value(data, key, value))
+
+
+def test_a_model_that_makes_text_only_needs_no_talker(data):
+    silent = {key: value for key, value in data.items() if key not in ("talker_config", "code2wav_config")}
+    config = OmniConfig.parse({**silent, "enable_audio_output": False})
+    assert (config.talker, config.predictor, config.code2wav, config.speakers) == (None, None, None, {})
+    assert not config.has_talker
+
+
+def test_voices_are_kept_in_lower_case(data):
+    assert OmniConfig.parse(with_value(data, "talker_config.speaker_id", {"Ethan": 5})).speakers == {"ethan": 5}
+
+
+def test_a_folder_without_config_and_a_config_that_is_no_json_are_told_apart(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        OmniConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        OmniConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold an object"):
+        OmniConfig.load(tmp_path)

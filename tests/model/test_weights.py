@@ -1,0 +1,194 @@
+"""Loading a model folder: every tensor used once, both expert layouts, sharded files, ranks, and faults that are named."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.model import weights as weights_module
+from engine.model.config import OmniConfig
+from engine.model.weights import Shard, expected_tensors, load_weights, weights_digest
+from tests.hf import load_hf
+from tests.shared import shared
+
+
+@pytest.fixture(scope="module")
+def config(tiny_checkpoint: Path) -> OmniConfig:
+    return OmniConfig.load(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def disk(tiny_checkpoint: Path) -> dict[str, Tensor]:
+    return load_file(tiny_checkpoint / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_checkpoint: Path, config: OmniConfig) -> dict[str, Tensor]:
+    return load_weights(tiny_checkpoint, config).tensors
+
+
+def folder_with(path: Path, tensors: dict[str, Tensor], config_from: Path) -> Path:
+    save_file(tensors, path / "model.safetensors")
+    shutil.copy(config_from / "config.json", path / "config.json")
+    return path
+
+
+def fused(disk: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with each layer's experts as two stacked ones, gate rows before up rows."""
+    out = {name: tensor for name, tensor in disk.items() if ".experts." not in name}
+    for name in disk:
+        if name.endswith(".experts.0.gate_proj.weight"):
+            stem = name.removesuffix("0.gate_proj.weight")
+            experts = sum(n.startswith(stem) and n.endswith("gate_proj.weight") for n in disk)
+            each = [{x: disk[f"{stem}{e}.{x}_proj.weight"] for x in ("gate", "up", "down")} for e in range(experts)]
+            out[f"{stem}gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in each])
+            out[f"{stem}down_proj"] = torch.stack([e["down"] for e in each])
+    return out
+
+
+def test_the_released_config_expects_28010_tensors_with_35259818545_parameters():
+    config = OmniConfig.load(shared("data", "qwen3omni", "config.json").parent)
+    shapes = expected_tensors(config)
+    assert len(shapes) == 28_010
+    assert sum(math.prod(shape) for shape in shapes.values()) == 35_259_818_545
+    assert shapes["talker.model.layers.19.mlp.shared_expert_gate.weight"] == (1, 1024)
+    assert shapes["code2wav.decoder.1.block.1.conv.weight"] == (1536, 768, 16)
+    assert shapes["thinker.visual.merger_list.2.ln_q.weight"] == (4608,)
+
+
+def test_every_tensor_on_disk_is_used_exactly_once(config, disk, loaded):
+    shapes = expected_tensors(config)
+    assert {name: tuple(tensor.shape) for name, tensor in disk.items()} == shapes
+    parts = [part.name for recipe in weights_module._recipes(config) for part in recipe.parts]
+    vision = [name for name in shapes if name.startswith("thinker.visual.")]
+    assert len(parts) == len(set(parts))
+    assert sorted(parts + vision) == sorted(shapes)
+    held = sum(tensor.numel() for tensor in loaded.values())
+    assert held == sum(math.prod(shape) for name, shape in shapes.items() if name not in vision)
+
+
+@pytest.mark.hf
+def test_hugging_face_saves_exactly_the_expected_names_and_shapes(config, tiny_checkpoint, tmp_path):
+    load_hf(tiny_checkpoint).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == expected_tensors(config)
+    # Its config is in the newer spelling.
+    assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())["thinker_config"]["text_config"]
+    assert OmniConfig.load(tmp_path) == config
+
+
+def test_fusing_keeps_query_key_value_order_and_gate_before_up(disk, loaded):
+    attention = "thinker.model.layers.2.self_attn"
+    rows = loaded["thinker.layers.2.qkv"]
+    assert torch.equal(rows[:128], disk[f"{attention}.q_proj.weight"])
+    assert torch.equal(rows[128:192], disk[f"{attention}.k_proj.weight"])
+    assert torch.equal(rows[192:], disk[f"{attention}.v_proj.weight"])
+    experts = "talker.model.layers.1.mlp.experts"
+    assert loaded["talker.layers.1.gate_up"].shape == (8, 48, 48)
+    assert torch.equal(loaded["talker.layers.1.gate_up"][5, :24], disk[f"{experts}.5.gate_proj.weight"])
+    assert torch.equal(loaded["talker.layers.1.gate_up"][5, 24:], disk[f"{experts}.5.up_proj.weight"])
+    assert torch.equal(loaded["talker.layers.1.down"][7], disk[f"{experts}.7.down_proj.weight"])
+    assert torch.equal(
+        loaded["talker.layers.0.shared_gate_up"][40:], disk["talker.model.layers.0.mlp.shared_expert.up_proj.weight"]
+    )
+
+
+def test_experts_stacked_on_disk_load_to_the_same_tensors(config, disk, loaded, tiny_checkpoint, tmp_path):
+    again = load_weights(folder_with(tmp_path, fused(disk), tiny_checkpoint), config).tensors
+    assert len(fused(disk)) == 804 - 6 * 48 - 3 * 24 + 2 * 9
+    assert again.keys() == loaded.keys()
+    assert [name for name in loaded if not torch.equal(again[name], loaded[name])] == []
+
+
+def test_several_files_with_an_index_load_to_the_same_tensors(config, disk, loaded, tiny_checkpoint, tmp_path):
+    names = sorted(disk)
+    index = {}
+    for number, part in enumerate((names[:300], names[300:]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: disk[name] for name in part}, tmp_path / file)
+        index.update(dict.fromkeys(part, file))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    again = load_weights(tmp_path, config).tensors
+    assert [name for name in loaded if not torch.equal(again[name], loaded[name])] == []
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+        load_weights(tmp_path, config)
+
+
+def test_missing_unused_and_misshapen_tensors_are_all_named(config, disk, tiny_checkpoint, tmp_path):
+    faulty = dict(disk)
+    del faulty["thinker.model.layers.3.mlp.experts.9.up_proj.weight"]
+    faulty["thinker.model.layers.6.input_layernorm.weight"] = torch.ones(64)
+    faulty["thinker.visual.pos_embed.weight"] = torch.ones(63, 32)
+    with pytest.raises(CheckpointError) as error:
+        load_weights(folder_with(tmp_path, faulty, tiny_checkpoint), config)
+    assert str(error.value) == (
+        "the tensors do not fit config.json; "
+        "1 missing: thinker.model.layers.3.mlp.experts.9.up_proj.weight; "
+        "1 unused: thinker.model.layers.6.input_layernorm.weight; "
+        "1 misshapen: thinker.visual.pos_embed.weight (is [63, 32], must be [64, 32])"
+    )
+
+
+def test_at_most_ten_names_of_a_kind_are_listed_and_the_rest_counted(config, disk, tiny_checkpoint, tmp_path):
+    kept = {name: tensor for name, tensor in disk.items() if not name.startswith("code2wav.")}
+    with pytest.raises(CheckpointError) as error:
+        load_weights(folder_with(tmp_path, kept, tiny_checkpoint), config)
+    missing = len(disk) - len(kept)
+    assert f"{missing} missing: " in str(error.value)
+    assert f" and {missing - 10} more" in str(error.value)
+    assert str(error.value).count("code2wav.") == 10
+
+
+def test_a_folder_without_tensors_says_what_it_should_hold(config, tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load_weights(tmp_path, config)
+
+
+def test_weights_come_in_the_dtype_asked_for(config, tiny_checkpoint, loaded):
+    half = load_weights(tiny_checkpoint, config, torch.bfloat16).tensors
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    assert torch.equal(half["thinker.head"], loaded["thinker.head"].bfloat16())
+    assert all(tensor.is_contiguous() for tensor in half.values())
+
+
+@pytest.mark.parametrize("layout", ["per expert", "stacked"])
+def test_the_parts_of_two_ranks_make_up_the_whole(config, disk, loaded, tiny_checkpoint, tmp_path, layout):
+    tensors = disk if layout == "per expert" else fused(disk)
+    folder = folder_with(tmp_path, tensors, tiny_checkpoint)
+    left, right = (load_weights(folder, config, shard=Shard(rank, 2)).tensors for rank in (0, 1))
+    q, k, v = (slice(0, 64), slice(64, 96), slice(96, 128))
+    together = [
+        part for rows in (q, k, v) for part in (left["thinker.layers.0.qkv"][rows], right["thinker.layers.0.qkv"][rows])
+    ]
+    assert torch.equal(torch.cat(together), loaded["thinker.layers.0.qkv"])
+    for name, axis in (("thinker.layers.0.o", 1), ("thinker.layers.0.down", 2), ("talker.layers.0.shared_down", 1)):
+        assert torch.equal(torch.cat([left[name], right[name]], axis), loaded[name])
+    gate_up = [half["talker.layers.2.gate_up"].view(8, 2, 12, 48) for half in (left, right)]
+    assert torch.equal(torch.cat(gate_up, 2).reshape(8, 48, 48), loaded["talker.layers.2.gate_up"])
+    assert torch.equal(left["thinker.head"], loaded["thinker.head"])
+    assert torch.equal(left["predictor.layers.0.qkv"], loaded["predictor.layers.0.qkv"])
+
+
+def test_ranks_that_cannot_share_an_axis_evenly_are_refused():
+    with pytest.raises(ValueError, match="an axis of 32 can't be shared by 3 ranks"):
+        Shard(0, 3).part(32)
+    assert Shard(1, 4).part(32) == slice(8, 16)
+
+
+def test_the_digest_covers_names_and_contents_of_the_files_in_the_folder(tmp_path):
+    (tmp_path / "b.bin").write_bytes(b"two")
+    (tmp_path / "a.json").write_bytes(b"one")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "c").write_bytes(b"three")
+    first = weights_digest(tmp_path)
+    # SHA-256 over "a.json\0" + SHA-256("one") + "\0" + "b.bin\0" + SHA-256("two") + "\0".
+    assert first == "ec32ea88f6e230a3a61d628212336c74f94ccf0b8dc522aa57f13607a1bae027"
+    (tmp_path / "b.bin").rename(tmp_path / "c.bin")
+    assert weights_digest(tmp_path) != first
