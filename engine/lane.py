@@ -1,0 +1,73 @@
+"""A component's place to run: its runner and the steps in flight. A step that fails is run again row by row, so that only the
+request at fault fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+
+import msgspec
+
+from engine.runner import Launched, Made, Runner
+from engine.step import Component, Row, Step
+
+log = logging.getLogger("walkgate.engine")
+
+
+class Lane:
+    """Launches steps of one component, at most `depth` of them in flight, and finishes them in order."""
+
+    def __init__(self, runner: Runner, depth: int = 1) -> None:
+        self.runner = runner
+        self.depth = depth
+        self._in_flight: deque[tuple[Step, list[Launched], list[Made]]] = deque()
+        self.counters = {"steps": 0, "rows": 0, "steps_split_after_error": 0}
+        self.walk_rows: Counter[str] = Counter()
+
+    @property
+    def component(self) -> Component:
+        """The component whose steps run here."""
+        return self.runner.component
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be launched."""
+        return len(self._in_flight) < self.depth
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
+
+    def launch(self, step: Step) -> None:
+        """Run `step`; a failing one is run again row by row, and a row that fails alone becomes an error."""
+        self.counters["steps"] += 1
+        self.counters["rows"] += len(step.rows)
+        self.walk_rows.update(row.walk for row in step.rows)
+        try:
+            self._in_flight.append((step, [self.runner.launch(step)], []))
+        except Exception as error:
+            self._in_flight.append(self._launch_row_by_row(step, error))
+
+    def _launch_row_by_row(self, step: Step, error: Exception) -> tuple[Step, list[Launched], list[Made]]:
+        if len(step.rows) == 1:
+            return step, [], [_failed(step.rows[0], error)]
+        self.counters["steps_split_after_error"] += 1
+        launched, failed = [], []
+        for row in step.rows:
+            try:
+                launched.append(self.runner.launch(msgspec.structs.replace(step, rows=(row,))))
+            except Exception as alone:
+                failed.append(_failed(row, alone))
+        return step, launched, failed
+
+    def finish(self) -> tuple[Step, list[Made]]:
+        """Wait for the oldest step in flight; returns it and what each of its rows made."""
+        step, launched, failed = self._in_flight.popleft()
+        return step, [made for one in launched for made in self.runner.finish(one)] + failed
+
+
+def _failed(row: Row, error: Exception) -> Made:
+    log.error("request %s failed in %s", row.request_id, row.walk, exc_info=error)
+    return Made(row.request_id, row.walk, error=f"{type(error).__name__}: {error}")

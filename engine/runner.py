@@ -1,0 +1,537 @@
+"""One step of one component: plan -> inputs -> forward -> sample -> leave for the next pass. `launch` runs it on the device,
+`finish` reads its one host copy and says what each row made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.capture import Eager
+from engine.kernels import Plan
+from engine.kv.pages import KVCache
+from engine.kv.plan import build_plan
+from engine.loopback import Slots
+from engine.model.audio_encoder import AudioEncoder
+from engine.model.code2wav import Code2Wav, Code2WavState
+from engine.model.config import OmniConfig
+from engine.model.positions import prompt_positions
+from engine.model.talker import Talker
+from engine.model.thinker import Thinker
+from engine.model.walks import text_index
+from engine.request import Request, Sampling, StepTrace, TopTwo
+from engine.sampler import TALKER_STREAM, THINKER_STREAM, SamplingRows, choose, sampling_rows, top_two
+from engine.step import Component, Row, Step
+from engine.stop import STOP, StopCheck, StopRow
+from engine.stream import DeviceQueue
+from engine.track import Track
+
+# Spec section 7.3: what the code predictor samples with whenever the Talker samples.
+PREDICTOR_TOP_K, PREDICTOR_TOP_P = 50, 0.8
+CODE_GROUPS = 16
+
+
+@dataclass(slots=True)
+class Made:
+    """What one row of a step made. `error` says that the row failed and made nothing."""
+
+    request_id: str
+    walk: str
+    token_ids: list[int] = field(default_factory=list)
+    top_two: list[TopTwo] = field(default_factory=list)
+    trace: list[StepTrace] = field(default_factory=list)
+    codes: list[list[int]] = field(default_factory=list)
+    pcm: bytes = b""
+    frames: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in flight: the tensors that `finish` copies to the host."""
+
+    step: Step
+    bucket: int
+    tokens: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    pcm: list[Tensor] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    """Runs the steps of one component and keeps what its tracks need between steps."""
+
+    component: Component
+    counters: dict[str, int]
+
+    def open(self, request: Request, track: Track) -> None:
+        """Take a track in."""
+
+    def close(self, request_id: str) -> None:
+        """Forget a request; unknown ones are fine."""
+
+    def launch(self, step: Step) -> Launched:
+        """Run `step` on the device. Nothing that a second launch of the same rows would not repeat is kept on an error."""
+
+    def finish(self, launched: Launched) -> list[Made]:
+        """Read the host copy, note progress on the tracks, and return what each row made, in the step's order."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in one component."""
+
+    request: Request
+    track: Track
+    positions: npt.NDArray[np.float32] | None = None
+    prompt: Tensor | None = None
+    audio_at: Tensor | None = None
+    last_token: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+
+class _Tracks:
+    """The live requests of a runner, and the plans over them."""
+
+    def __init__(self, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.live: dict[str, _Live] = {}
+
+    def of(self, step: Step) -> list[_Live]:
+        return [self.live[row.request_id] for row in step.rows]
+
+    def slots(self, step: Step) -> Tensor:
+        return torch.tensor([row.slot for row in step.rows], device=self.device)
+
+    def plan(self, step: Step) -> Plan:
+        return build_plan(step, self._positions, self.page_size, self.device)
+
+    def _positions(self, row: Row) -> npt.NDArray[np.float32]:
+        places = self.live[row.request_id].positions
+        assert places is not None
+        prompt = places.shape[1]
+        if row.start + row.length <= prompt:
+            return places[:, row.start : row.start + row.length]
+        after = places.max() + 1 + np.arange(row.start - prompt, row.start - prompt + row.length, dtype=np.float32)
+        return np.broadcast_to(after, (3, row.length))
+
+
+def _note_progress(track: Track, row: Row) -> None:
+    if track.prefilled < track.prompt_length:
+        track.prefilled += row.length
+    track.generated += 1
+
+
+class AudioRunner:
+    """The audio encoder: all clips of a request in one row."""
+
+    component = Component.AUDIO_ENCODER
+
+    def __init__(self, encoder: AudioEncoder, states: dict[str, Tensor], device: torch.device) -> None:
+        self._encoder = encoder
+        self._states = states
+        self._live: dict[str, _Live] = {}
+        self._device = device
+        self.counters = {"clips_encoded": 0}
+
+    def open(self, request: Request, track: Track) -> None:
+        """Take a track in."""
+        self._live[request.id] = _Live(request, track)
+
+    def close(self, request_id: str) -> None:
+        """Forget a request and its encoded clips."""
+        self._live.pop(request_id, None)
+        self._states.pop(request_id, None)
+
+    def launch(self, step: Step) -> Launched:
+        """Encode the clips of each row; the states of all its clips lie joined, [tokens, H], under the request's id."""
+        for row in step.rows:
+            self.counters["clips_encoded"] += row.length
+            clips = self._live[row.request_id].request.clips
+            mels = [
+                torch.frombuffer(bytearray(clip.mel), dtype=torch.float32).view(clip.mel_bins, clip.frames)
+                for clip in clips
+            ]
+            self._states[row.request_id] = torch.cat(self._encoder.forward([mel.to(self._device) for mel in mels]))
+        return Launched(step, len(step.rows))
+
+    def finish(self, launched: Launched) -> list[Made]:
+        """Mark the rows' tracks as done."""
+        for row in launched.step.rows:
+            track = self._live[row.request_id].track
+            track.prefilled = track.generated = row.length
+            track.finish_reason = STOP
+        return [Made(row.request_id, row.walk) for row in launched.step.rows]
+
+
+class ThinkerRunner:
+    """Prompts and decode rows of the Thinker, in any mixture, through one forward."""
+
+    component = Component.THINKER
+
+    def __init__(
+        self,
+        thinker: Thinker,
+        cache: KVCache,
+        stop: StopCheck,
+        *,
+        config: OmniConfig,
+        audio_states: dict[str, Tensor],
+        media_rows: dict[str, Tensor],
+        text_queue: DeviceQueue | None,
+        slots: int,
+        page_size: int,
+        device_loopback: bool,
+    ) -> None:
+        device = cache.keys.device
+        self._thinker = thinker
+        self._config = config
+        self._cache = cache
+        self._stop = stop
+        self._audio_states = audio_states
+        self._media_rows = media_rows
+        self._text_queue = text_queue
+        self._tracks = _Tracks(page_size, device)
+        self._tokens = Slots(slots, (), torch.int64, device)
+        self._seen = torch.zeros((slots, thinker.vocab), dtype=torch.bool, device=device)
+        self._device_loopback = device_loopback
+        self._capture = Eager()
+        self.counters = {"loopback_rows_device": 0, "loopback_rows_host": 0, "top_two_rows": 0}
+
+    def open(self, request: Request, track: Track) -> None:
+        """Take a track in: its prompt goes to the device, its positions are laid out."""
+        device = self._tracks.device
+        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64, device=device)
+        positions, _ = prompt_positions(request.prompt_ids, self._config)
+        self._tracks.live[request.id] = _Live(
+            request,
+            track,
+            positions=positions,
+            prompt=prompt,
+            audio_at=(prompt == self._config.ids.audio).nonzero()[:, 0] if request.clips else None,
+            stop_ids=frozenset(request.stop_ids),
+        )
+        if request.sampling.repetition_penalty != 1.0:
+            self._seen[track.slot] = False
+            self._seen[track.slot, prompt] = True
+
+    def close(self, request_id: str) -> None:
+        """Forget a request and the states kept for its Talker."""
+        self._tracks.live.pop(request_id, None)
+        self._media_rows.pop(request_id, None)
+
+    def launch(self, step: Step) -> Launched:
+        """Run the step's rows and leave each row's token in its slot and, for speech, in the text queue."""
+        live = self._tracks.of(step)
+        slots = self._tracks.slots(step)
+        plan = self._tracks.plan(step)
+        x = self._inputs(step, live, slots)
+        keep = any(
+            one.request.clips and one.track.audio_output and one.track.prefilled < row.start + row.length
+            for one, row in zip(live, step.rows, strict=True)
+            if one.track.prefilled < one.track.prompt_length
+        )
+        hidden, accept = self._thinker.forward(x, plan, self._cache.keys, self._cache.values, states=keep)
+        logits = self._thinker.logits(hidden.index_select(0, plan.last))
+        wishes = sampling_rows(
+            [one.request.sampling for one in live],
+            [one.track.generated for one in live],
+            codebooks=1,
+            stream=THINKER_STREAM,
+            device=self._tracks.device,
+        )
+        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != "greedy" else None)
+        launched = Launched(step, self._capture.bucket(len(step.rows)), tokens)
+        if any(one.request.top_logprobs for one in live):
+            launched.top_ids, launched.top_logprobs = top_two(logits)
+        self._leave(step, live, slots, tokens)
+        if accept is not None:
+            self._keep_media_rows(step, live, accept)
+        return launched
+
+    def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
+        """Embed prompt ids, what the slots hold and, at audio pads, the encoder's states; returns [n, H]."""
+        if all(one.track.prefilled >= one.track.prompt_length for one in live):
+            return self._thinker.embed(self._looped_back(live, slots))
+        parts, audio = [], []
+        for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
+            if one.track.prefilled >= one.track.prompt_length:
+                parts.append(self._looped_back([one], slots[index : index + 1]))
+                continue
+            assert one.prompt is not None
+            if one.audio_at is not None:
+                inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
+                offset = sum(part.shape[0] for part in parts)
+                audio.append((one.audio_at[inside] - row.start + offset, self._audio_states[row.request_id][inside]))
+            parts.append(one.prompt[row.start : row.start + row.length])
+        x = self._thinker.embed(torch.cat(parts))
+        for places, states in audio:
+            x = x.index_copy(0, places, states.to(x.dtype))
+        return x
+
+    def _looped_back(self, live: list[_Live], slots: Tensor) -> Tensor:
+        if self._device_loopback:
+            self.counters["loopback_rows_device"] += len(live)
+            return self._tokens.read(slots)
+        self.counters["loopback_rows_host"] += len(live)
+        return torch.tensor([one.last_token for one in live], device=self._tracks.device)
+
+    def _leave(self, step: Step, live: list[_Live], slots: Tensor, tokens: Tensor) -> None:
+        self._tokens.write(slots, tokens)
+        for index, one in enumerate(live):
+            if one.request.sampling.repetition_penalty != 1.0:
+                self._seen[one.track.slot, tokens[index]] = True
+        speaking = [index for index, one in enumerate(live) if one.track.audio_output]
+        if speaking and self._text_queue is not None:
+            chosen = torch.tensor(speaking, device=tokens.device)
+            made = torch.tensor([live[index].track.generated for index in speaking], device=tokens.device)
+            self._text_queue.push(slots[chosen], made, tokens[chosen][:, None])
+
+    def _keep_media_rows(self, step: Step, live: list[_Live], accept: Tensor) -> None:
+        """Keep the Talker's view of the audio: the accept layer's rows at audio pads, [tokens, H] per request."""
+        offset = 0
+        for row, one in zip(step.rows, live, strict=True):
+            if one.audio_at is not None and one.track.audio_output and one.track.prefilled < one.track.prompt_length:
+                inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
+                rows = accept[one.audio_at[inside] - row.start + offset]
+                before = self._media_rows.get(row.request_id) if row.start > 0 else None
+                self._media_rows[row.request_id] = rows if before is None else torch.cat([before, rows])
+            offset += row.length
+
+    def finish(self, launched: Launched) -> list[Made]:
+        """Read the tokens once, note progress and ends."""
+        assert launched.tokens is not None
+        step, live = launched.step, self._tracks.of(launched.step)
+        tokens = launched.tokens.cpu().numpy()
+        reasons = self._stop(_stop_rows(step, live), tokens)
+        made = []
+        for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
+            _note_progress(one.track, row)
+            one.last_token = int(tokens[index])
+            one.track.finish_reason = one.track.finish_reason or reasons[index]
+            result = Made(row.request_id, row.walk, token_ids=[one.last_token])
+            if one.request.trace:
+                result.trace = [StepTrace(step.number, launched.bucket, len(step.rows))]
+            made.append(result)
+        self._add_top_two(launched, live, made)
+        return made
+
+    def _add_top_two(self, launched: Launched, live: list[_Live], made: list[Made]) -> None:
+        if launched.top_ids is None or launched.top_logprobs is None:
+            return
+        ids, logprobs = launched.top_ids.tolist(), launched.top_logprobs.tolist()
+        for index, one in enumerate(live):
+            if one.request.top_logprobs:
+                self.counters["top_two_rows"] += 1
+                made[index].top_two = [TopTwo(tuple(ids[index]), tuple(logprobs[index]))]
+
+
+def _stop_rows(step: Step, live: list[_Live]) -> list[StopRow]:
+    return [
+        StopRow(
+            walk=row.walk,
+            generated=one.track.generated,
+            limit=one.track.limit,
+            ignore_stop_ids=one.request.ignore_eos,
+            extra_stop_ids=one.stop_ids,
+        )
+        for row, one in zip(step.rows, live, strict=True)
+    ]
+
+
+class TalkerRunner:
+    """Prompts and decode rows of the Talker; each row makes one frame of 16 codes, the code predictor's passes included."""
+
+    component = Component.TALKER
+
+    def __init__(
+        self,
+        talker: Talker,
+        cache: KVCache,
+        stop: StopCheck,
+        *,
+        media_rows: dict[str, Tensor],
+        text_queue: DeviceQueue,
+        frame_queue: DeviceQueue,
+        slots: int,
+        page_size: int,
+        marker_ids: tuple[int, int],
+    ) -> None:
+        device = cache.keys.device
+        self._talker = talker
+        self._cache = cache
+        self._stop = stop
+        self._media_rows = media_rows
+        self._text_queue = text_queue
+        self._frame_queue = frame_queue
+        self._tracks = _Tracks(page_size, device)
+        self._frames = Slots(slots, (talker.hidden,), cache.keys.dtype, device)
+        self._seen = torch.zeros((slots, talker.vocab), dtype=torch.bool, device=device)
+        self._end_id, self._pad_id = marker_ids
+        self._capture = Eager()
+        self.counters = {"talker_prompts": 0}
+
+    def open(self, request: Request, track: Track) -> None:
+        """Take a track in with its own positions, counted from 0 over its own prompt."""
+        talker_ids = self._talker.prompt_ids(request.prompt_ids)
+        positions, _ = prompt_positions(talker_ids, self._talker.config)
+        self._tracks.live[request.id] = _Live(request, track, positions=positions)
+        self._seen[track.slot] = False
+
+    def close(self, request_id: str) -> None:
+        """Forget a request."""
+        self._tracks.live.pop(request_id, None)
+
+    def launch(self, step: Step) -> Launched:
+        """Run the rows, choose layer-0 codes, let the predictor add the other 15, and stream the frames."""
+        live = self._tracks.of(step)
+        slots = self._tracks.slots(step)
+        plan = self._tracks.plan(step)
+        y = self._talker.forward(self._inputs(step, live, slots), plan, self._cache.keys, self._cache.values)
+        y = y.index_select(0, plan.last)
+        speech = [one.request.speech for one in live]
+        logits = self._talker.logits(y).masked_fill(self._talker.suppressed, float("-inf"))
+        for index, wish in enumerate(speech):
+            if wish is not None and wish.ignore_eos:
+                logits[index, self._talker.eos] = float("-inf")
+        wishes = sampling_rows(
+            [wish.sampling if wish else Sampling() for wish in speech],
+            [one.track.generated for one in live],
+            codebooks=CODE_GROUPS,
+            stream=TALKER_STREAM,
+            device=self._tracks.device,
+        )
+        first = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != "greedy" else None)
+        rest, total = self._predict(y, first, wishes)
+        self._seen[slots, first] = True
+        codes = torch.cat([first[:, None], rest], dim=1)
+        self._frames.write(slots, total)
+        made = torch.tensor([one.track.generated for one in live], device=slots.device)
+        self._frame_queue.push(slots, made, codes)
+        return Launched(step, self._capture.bucket(len(step.rows)), codes)
+
+    def _predict(self, y: Tensor, first: Tensor, wishes: SamplingRows) -> tuple[Tensor, Tensor]:
+        """Codes 1 … 15 of each row and the sum of its frame's embeddings: [R, 15] int64 and [R, H]."""
+        rows = replace(
+            wishes,
+            temperature=torch.where(wishes.greedy, 0.0, 1.0),
+            top_k=torch.full_like(wishes.top_k, PREDICTOR_TOP_K),
+            top_p=torch.full_like(wishes.top_p, PREDICTOR_TOP_P),
+            penalty=torch.ones_like(wishes.penalty),
+        )
+        pick: Callable[[Tensor, int], Tensor] = lambda logits, group: choose(logits, rows, None, group)  # noqa: E731
+        return self._talker.predictor.frame(y, first, self._talker.codec_embed(first), pick)
+
+    def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
+        """Prompt rows, or for decode rows the last frame's embeddings plus the text that goes with it; returns [n, H]."""
+        decode = [one.track.prefilled >= one.track.prompt_length for one in live]
+        looped = self._frames.read(slots) + self._text_rows(live, slots) if any(decode) else None
+        if all(decode):
+            assert looped is not None
+            return looped
+        parts = []
+        for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
+            if decode[index]:
+                assert looped is not None
+                parts.append(looped[index : index + 1])
+            else:
+                parts.append(self._prompt_rows(one)[row.start : row.start + row.length])
+        return torch.cat(parts)
+
+    def _prompt_rows(self, one: _Live) -> Tensor:
+        request, speech = one.request, one.request.speech
+        assert speech is not None
+        slot = torch.tensor([one.track.slot], device=self._tracks.device)
+        first = int(self._text_queue.at(slot, torch.zeros_like(slot))[0, 0])
+        self.counters["talker_prompts"] += 1
+        media = self._media_rows.get(request.id)
+        rows, _ = self._talker.prompt(request.prompt_ids, media, first, speech.voice)
+        return rows
+
+    def _text_rows(self, live: list[_Live], slots: Tensor) -> Tensor:
+        """What is to be spoken at each row's next frame, as [R, H]: a text id, the end marker or padding."""
+        index = [text_index(one.track.generated, one.track.arrived, one.track.source_ended) for one in live]
+        at = torch.tensor([max(one, 0) if one is not None else 0 for one in index], device=slots.device)
+        ids = self._text_queue.at(slots, at)[:, 0]
+        marker = torch.tensor(
+            [self._pad_id if one is None else self._end_id if one < 0 else -1 for one in index], device=slots.device
+        )
+        return self._talker.text_rows(torch.where(marker < 0, ids, marker))
+
+    def finish(self, launched: Launched) -> list[Made]:
+        """Read the frames once; a row whose layer-0 code is the end makes none."""
+        assert launched.tokens is not None
+        step, live = launched.step, self._tracks.of(launched.step)
+        codes = launched.tokens.cpu().numpy()
+        reasons = self._stop(self._limits(step, live), codes[:, 0])
+        made = []
+        for row, one, reason, frame in zip(step.rows, live, reasons, codes, strict=True):
+            result = Made(row.request_id, row.walk)
+            if reason != STOP:
+                _note_progress(one.track, row)
+                result.frames = 1
+                if one.request.speech is not None and one.request.speech.codes:
+                    result.codes = [frame.tolist()]
+            one.track.finish_reason = one.track.finish_reason or reason
+            made.append(result)
+        return made
+
+    @staticmethod
+    def _limits(step: Step, live: list[_Live]) -> list[StopRow]:
+        return [
+            StopRow(walk=row.walk, generated=one.track.generated, limit=one.track.limit)
+            for row, one in zip(step.rows, live, strict=True)
+        ]
+
+
+class Code2WavRunner:
+    """Frames to sound, one stream at a time, at one fixed chunk shape."""
+
+    component = Component.CODE2WAV
+
+    def __init__(self, code2wav: Code2Wav, frame_queue: DeviceQueue, *, stateful: bool) -> None:
+        self._code2wav = code2wav
+        self._queue = frame_queue
+        self._stateful = stateful
+        self._live: dict[str, _Live] = {}
+        self._states: dict[str, Code2WavState] = {}
+        self.counters = {"code2wav_chunks_stateful": 0, "code2wav_chunks_recomputed": 0}
+
+    def open(self, request: Request, track: Track) -> None:
+        """Take a track in, with silence before its first frame."""
+        self._live[request.id] = _Live(request, track)
+        self._states[request.id] = self._code2wav.new_state()
+
+    def close(self, request_id: str) -> None:
+        """Forget a stream and its state."""
+        self._live.pop(request_id, None)
+        self._states.pop(request_id, None)
+
+    def launch(self, step: Step) -> Launched:
+        """Decode each row's frames into samples."""
+        return Launched(step, len(step.rows), pcm=[self._sound(row) for row in step.rows])
+
+    def _sound(self, row: Row) -> Tensor:
+        if self._stateful:
+            self.counters["code2wav_chunks_stateful"] += 1
+            codes = self._queue.span(row.slot, row.start, row.length)
+            return self._code2wav.step(codes.t(), self._states[row.request_id])
+        self.counters["code2wav_chunks_recomputed"] += 1
+        everything = self._code2wav.decode(self._queue.span(row.slot, 0, row.start + row.length).t())
+        return everything[self._code2wav.samples(row.start) :]
+
+    def finish(self, launched: Launched) -> list[Made]:
+        """Copy the samples out as little-endian 16-bit PCM."""
+        made = []
+        for row, samples in zip(launched.step.rows, launched.pcm, strict=True):
+            self._live[row.request_id].track.generated += row.length
+            pcm = (samples * 32767.0).round().clamp(-32768, 32767).to(torch.int16).cpu().numpy().astype("<i2").tobytes()
+            made.append(Made(row.request_id, row.walk, pcm=pcm, frames=row.length))
+        return made
