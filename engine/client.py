@@ -1,0 +1,277 @@
+"""The front process's side of the engine process: what they say to each other, its start, its streams, its end. No torch.
+
+One socket joins the two, in a private folder. The engine sends one message a step, never one a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.config import EngineSettings, child_environment
+from engine.errors import EngineDeadError, RequestError, WalkgateError
+from engine.request import Event, Request
+
+_LONGEST_ADDRESS = 100  # a socket's path holds 107 bytes on Linux, fewer elsewhere
+_POLL_S = 0.05
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: serve this request."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: drop this request."""
+
+    request_id: str
+
+
+class AskCounters(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: send the counters, under this number."""
+
+    number: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: stop at once."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, once it can serve: the package file that it imported, what it is, and how long its boot took."""
+
+    engine_file: str
+    info: dict[str, object]
+    weights_digest: str
+    boot_seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, instead of Hello: why it can't serve."""
+
+    message: str
+
+
+class Events(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: what one step made."""
+
+    events: list[Event]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: a request that it did not take, with the fields of the RequestError."""
+
+    request_id: str
+    message: str
+    field: str | None
+    code: str
+    status: int
+
+
+class Counters(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the counters that were asked for under this number."""
+
+    number: int
+    values: dict[str, float]
+
+
+Order = Add | Cancel | AskCounters | Shutdown
+News = Hello | Failed | Events | Refused | Counters
+
+
+class BootError(WalkgateError):
+    """The engine process can't serve: a checkpoint or a setting that does not fit, or the wrong source tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """The running engine process and the folder of its socket. Made by `start_engine`, ended by `stop`."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    address: str
+
+    async def exit_code(self) -> int:
+        """Wait for the process to end, however it does, and return its exit code (negative for a signal)."""
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(_POLL_S)
+        return code
+
+    async def stop(self, patience_s: float) -> None:
+        """Give the process time to follow a Shutdown, then kill it; remove the socket's folder."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.exit_code(), patience_s)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Remove the socket's folder, which is needed only until both ends have met: so a killed server leaves none."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_engine(model: Path, settings: EngineSettings, source_root: Path) -> EngineProcess:
+    """Start the engine process on `model` (absolute), importing the tree at `source_root`. Call from the main thread.
+
+    The child dies with the thread that started it, so that no engine ever outlives its front.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="walkgate-"))
+    if len(str(folder)) > _LONGEST_ADDRESS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="walkgate-", dir="/tmp"))
+    address = f"ipc://{folder}/engine"
+    words = [address, str(os.getpid()), str(model), msgspec.json.encode(settings).decode()]
+    # -P keeps the working folder off the child's path: a folder called engine/ there must not be imported.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine.server.worker", *words],
+        env=child_environment(source_root),
+        stdin=subprocess.DEVNULL,
+    )
+    return EngineProcess(process, folder, address)
+
+
+@dataclass(slots=True)
+class EngineClient:
+    """Sends requests to the engine process and hands each one's events to whoever asked. Lives in one event loop."""
+
+    address: str
+    _context: zmq.asyncio.Context = field(init=False)
+    _socket: zmq.asyncio.Socket = field(init=False)
+    _hello: asyncio.Future[Hello] = field(init=False)
+    _streams: dict[str, asyncio.Queue[Event | WalkgateError]] = field(default_factory=dict, init=False)
+    _asked: dict[int, asyncio.Future[dict[str, float]]] = field(default_factory=dict, init=False)
+    _number: int = field(default=0, init=False)
+    _death: EngineDeadError | None = field(default=None, init=False)
+    _reader: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        # No limit on either side: neither process may ever wait for the other. Requests bound what can pile up.
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(self.address)
+        self._hello = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def open_requests(self) -> int:
+        """How many requests wait for events."""
+        return len(self._streams)
+
+    async def hello(self) -> Hello:
+        """Wait until the engine can serve; BootError if it says that it can't, EngineDeadError if it dies before."""
+        return await asyncio.shield(self._hello)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield a request's events, the last one `done`. Closing the iterator early cancels the request.
+
+        Raises RequestError if the engine refuses it, EngineDeadError if the engine process ends.
+        """
+        if self._death is not None:
+            raise self._death
+        queue: asyncio.Queue[Event | WalkgateError] = asyncio.Queue()
+        self._streams[request.id] = queue
+        self._post(Add(request))
+        try:
+            while True:
+                event = await queue.get()
+                if isinstance(event, WalkgateError):
+                    raise event
+                yield event
+                if event.done:
+                    return
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                self.cancel(request.id)
+
+    def cancel(self, request_id: str) -> None:
+        """Tell the engine to drop a request; its stream, if one is open, gets no more events."""
+        self._streams.pop(request_id, None)
+        self._post(Cancel(request_id))
+
+    async def counters(self, timeout_s: float) -> dict[str, float] | None:
+        """Ask for the engine's counters; None when it is too busy to answer within `timeout_s`, or dead."""
+        if self._death is not None:
+            return None
+        self._number += 1
+        number, answer = self._number, asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._post(AskCounters(number))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except (TimeoutError, EngineDeadError):
+            return None
+        finally:
+            self._asked.pop(number, None)
+
+    def fail(self, message: str) -> None:
+        """End every open stream with an error: the engine process is gone, or about to be ended."""
+        self._death = EngineDeadError(message)
+        if not self._hello.done():
+            self._hello.set_exception(self._death)
+            self._hello.exception()  # marks it as seen: nobody may be waiting for it
+        for queue in self._streams.values():
+            queue.put_nowait(self._death)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(self._death)
+
+    def shut_down(self) -> None:
+        """Ask the engine process to end, and end the open streams."""
+        self._post(Shutdown())
+        self.fail("the server is shutting down")
+
+    def close(self) -> None:
+        """Close the socket. The client is of no use afterwards."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._context.destroy(linger=0)
+
+    def _post(self, order: Order) -> None:
+        if self._death is None:
+            # Without a limit on the queue the socket takes every message at once, so there is nothing to wait for.
+            self._socket.send(msgspec.msgpack.encode(order))
+
+    async def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(News)
+        while True:
+            self._take(decoder.decode(await self._socket.recv()))
+
+    def _take(self, news: News) -> None:
+        if isinstance(news, Events):
+            for event in news.events:
+                self._deliver(event.request_id, event, last=event.done)
+        elif isinstance(news, Refused):
+            refusal = RequestError(news.message, field=news.field, code=news.code, status=news.status)
+            self._deliver(news.request_id, refusal, last=True)
+        elif isinstance(news, Counters):
+            answer = self._asked.get(news.number)
+            if answer is not None and not answer.done():
+                answer.set_result(news.values)
+        elif not self._hello.done():
+            if isinstance(news, Hello):
+                self._hello.set_result(news)
+            else:
+                self._hello.set_exception(BootError(news.message))
+
+    def _deliver(self, request_id: str, item: Event | WalkgateError, *, last: bool) -> None:
+        """Put an item into a stream; the last one closes it, so that its end is not taken for a cancellation."""
+        queue = self._streams.pop(request_id, None) if last else self._streams.get(request_id)
+        if queue is not None:
+            queue.put_nowait(item)

@@ -1,0 +1,237 @@
+"""The command `omni`: serve a model, make the small checkpoint, say what a model folder holds."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from engine.config import SWITCHES, EngineSettings, SettingError, cache_folder, default_dtype, parse_switches
+from engine.errors import CheckpointError, WalkgateError
+from engine.model.config import OmniConfig
+from engine.server.source import package_folder, source_digest, source_root
+
+if TYPE_CHECKING:
+    from engine.server.front import Front
+
+EXIT_FAILED, EXIT_USAGE = 1, 64
+# Typer keeps the class of usage errors to itself; it is the base of the one that it exports.
+_UsageError = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="omni",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Serve models that read text and audio and answer with text and speech.",
+)
+
+Model = Annotated[
+    Path | None,
+    typer.Argument(help="A checkpoint folder. Without one, a small checkpoint with random weights is made and cached."),
+]
+
+
+@app.command(
+    epilog="Examples:  [b]omni serve[/b]  ·  [b]omni serve /models/Qwen3-Omni --device cuda --port 9000[/b]  ·  "
+    "[b]omni serve --disable batching,text_walk[/b]"
+)
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8000,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto suits the device.")] = "auto",
+    disable: Annotated[str, typer.Option(help=f"Switches to turn off, comma-separated: {', '.join(SWITCHES)}.")] = "",
+    model_len: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of one request, prompt and answer. (default: the model's)")
+    ] = None,
+    kv_pages: Annotated[
+        int | None, typer.Option(min=1, help="KV pages per component. (default: enough for 8 long requests)")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
+) -> None:
+    """Serve a model over HTTP until SIGINT or SIGTERM. Routes: POST /generate, GET /health, /info, /metrics."""
+    settings = EngineSettings(
+        max_model_len=model_len,
+        kv_pages=kv_pages,
+        disabled=parse_switches(disable),
+        device=device,
+        dtype=default_dtype(device) if dtype == "auto" else dtype,
+        threads=threads,
+    )
+    listener = _listen(host, port)
+    folder = _model_folder(model)
+    config = _checked(folder, settings)
+    raise typer.Exit(_serve(folder, config, settings, listener))
+
+
+@app.command(epilog="Example:  [b]omni tiny --out /tmp/tiny && omni serve /tmp/tiny[/b]")
+def tiny(
+    out: Annotated[Path, typer.Option(help="The folder to make; it must not hold anything yet.")],
+    seed: Annotated[int, typer.Option(min=0, help="Other seeds give other weights.")] = 0,
+) -> None:
+    """Make the small checkpoint: the released layout in every file, random weights, the same bytes on every machine."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SettingError(f"--out {out} exists and is not an empty folder; name another")
+    _make_tiny(out, seed)
+    typer.echo(f"made {out}")
+
+
+@app.command(epilog="Examples:  [b]omni info[/b]  ·  [b]omni info /models/Qwen3-Omni --json[/b]")
+def info(
+    model: Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a model folder holds, what the server's limits and switches are, and which source this is."""
+    from engine.model.processor import max_audio_seconds
+    from engine.server.front import model_summary, tasks
+
+    folder = _model_folder(model)
+    config = OmniConfig.load(folder)
+    longest = config.thinker.max_positions
+    found = {
+        "model": model_summary(folder, config),
+        "tasks": tasks(config),
+        "limits": {"max_model_len": longest, "max_audio_seconds": max_audio_seconds(longest)},
+        "switches": list(SWITCHES),
+        "source_root": str(source_root()),
+        "source_digest": source_digest(package_folder()),
+    }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        typer.echo(f"{name:14} {_plain(value)}")
+
+
+def _plain(value: object) -> str:
+    """A value as lines: one a key, the first beside the name, the others below it."""
+    if not isinstance(value, dict):
+        return _inner(value)
+    return f"\n{'':15}".join(f"{key}: {_inner(one)}" for key, one in value.items())
+
+
+def _inner(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {one}" for key, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before anything is loaded: a port in use is known at once, and /health answers while the model loads."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        hint = "; name another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise WalkgateError(f"can't listen on {host}:{port}: {error.strerror or error}{hint}") from None
+    return listener
+
+
+def _model_folder(model: Path | None) -> Path:
+    """The absolute folder of the model that was named, or of the small checkpoint, made on first use."""
+    if model is not None:
+        if not model.is_dir():
+            raise CheckpointError(
+                f"{model} is not a folder; name a checkpoint folder, or none for the small checkpoint"
+            )
+        return model.resolve()
+    # Keyed by the source that makes it, so that a changed recipe never meets an old folder.
+    recipe = hashlib.sha256((package_folder() / "model" / "tiny.py").read_bytes()).hexdigest()[:12]
+    folder = cache_folder() / f"tiny-{recipe}"
+    if not folder.is_dir():
+        _make_tiny(folder, seed=0)
+    return folder
+
+
+def _make_tiny(folder: Path, seed: int) -> None:
+    """Make the folder whole or not at all: it is written beside its place and renamed."""
+    from engine.model.tiny import write_tiny
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise WalkgateError(f"can't write {folder}: {error.strerror or error}") from None
+    try:
+        write_tiny(draft, seed=seed)
+        draft.chmod(0o755)
+        os.rename(draft, folder)
+    except OSError as error:
+        # Another process may have put the same bytes there first.
+        if not (folder / "config.json").is_file():
+            raise WalkgateError(f"can't write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _checked(folder: Path, settings: EngineSettings) -> OmniConfig:
+    """Read the config before a process is started for it, and hold the limits asked for against it."""
+    config = OmniConfig.load(folder)
+    most = config.thinker.max_positions
+    if settings.max_model_len is not None and settings.max_model_len > most:
+        raise SettingError(f"--model-len {settings.max_model_len} is more than the model's {most} positions")
+    return config
+
+
+def _serve(folder: Path, config: OmniConfig, settings: EngineSettings, listener: socket.socket) -> int:
+    from engine.server import front
+
+    host, port = listener.getsockname()[:2]
+    console = Console(stderr=True)
+    progress = console.status(f"loading {folder} on {settings.device} …")
+
+    def ready(server: Front) -> None:
+        progress.stop()
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        print(f"omni: serving {folder} at {address} (ready in {server.boot_seconds:.1f} s)", flush=True)
+
+    if console.is_terminal:
+        progress.start()
+    try:
+        return asyncio.run(front.serve(folder, config, settings, listener, ready))
+    finally:
+        progress.stop()
+
+
+def main() -> None:
+    """Run `omni`. Exit codes: 0 done, 1 can't be done, 64 wrong usage, 70 the engine process died."""
+    try:
+        code = app(prog_name="omni", standalone_mode=False)
+    except typer.Exit as error:
+        code = error.exit_code
+    except typer.Abort:
+        code = EXIT_FAILED
+    except SettingError as error:
+        code = _complain(str(error), EXIT_USAGE)
+    except WalkgateError as error:
+        code = _complain(str(error), EXIT_FAILED)
+    except Exception as error:
+        if not isinstance(error, _UsageError):
+            raise
+        code = _complain(f"{error.format_message()} (omni --help says more)", EXIT_USAGE)  # type: ignore[attr-defined]
+    sys.exit(code)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"omni: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The engine process: takes requests from the front, steps the engine, sends what each step made. Started by engine/client.py.
+
+Heavy imports come only after the process has tied its life to its parent's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+import engine
+from engine.client import Add, AskCounters, Cancel, Counters, Events, Failed, Hello, News, Order, Refused
+from engine.config import EngineSettings
+from engine.errors import RequestError, WalkgateError
+from engine.request import Event
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+EXIT_OK, EXIT_CANNOT_SERVE, EXIT_FAULT = 0, 1, 70
+_IDLE_MS = 500
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("walkgate.engine")
+
+
+@dataclass(slots=True)
+class Worker:
+    """The loop of the engine process. `parent` is the front's process id: when it is no longer ours, the front is gone."""
+
+    socket: zmq.Socket[bytes]
+    engine: Engine
+    parent: int
+
+    def run(self) -> None:
+        """Serve until the front says Shutdown or is gone. What `step` raises ends the process: it is no one request's fault."""
+        decoder = msgspec.msgpack.Decoder(Order)
+        while os.getppid() == self.parent:
+            # Work never waits for messages; without work the process sleeps until one comes.
+            if self.socket.poll(0 if self.engine.has_work else _IDLE_MS) and not self._take_all(decoder):
+                return
+            if self.engine.has_work:
+                self._send_events(self.engine.step())
+
+    def _take_all(self, decoder: msgspec.msgpack.Decoder[Order]) -> bool:
+        """Follow every order that has arrived; False after a Shutdown."""
+        while True:
+            try:
+                order = decoder.decode(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            if isinstance(order, Add):
+                self._add(order)
+            elif isinstance(order, Cancel):
+                self.engine.cancel(order.request_id)
+            elif isinstance(order, AskCounters):
+                self._send(Counters(order.number, self.engine.counters()))
+            else:
+                return False
+
+    def _add(self, order: Add) -> None:
+        request_id = order.request.id
+        try:
+            self.engine.add(order.request)
+        except RequestError as error:
+            self._send(Refused(request_id, error.message, error.field, error.code, error.status))
+        except Exception as error:  # one request's fault must not end the others
+            log.exception("request %s could not be added", request_id)
+            self.engine.cancel(request_id)
+            self._send(Refused(request_id, f"{type(error).__name__}: {error}", None, "engine", 500))
+
+    def _send_events(self, events: list[Event]) -> None:
+        if events:
+            self._send(Events(events))
+
+    def _send(self, news: News) -> None:
+        self.socket.send(msgspec.msgpack.encode(news))
+
+
+def _tie_to_parent() -> None:
+    """Let the kernel kill this process when the front dies (Linux), and leave signals to the front."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A terminal sends these to both processes; the front decides and says Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
+    import torch
+
+    from engine.engine import Engine
+    from engine.model.omni import load_model
+
+    torch.set_num_threads(settings.threads)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    model = load_model(model_folder, device=settings.device, dtype=dtype, chunk_frames=settings.chunk_frames)
+    return Engine(model, settings), model.weights_digest
+
+
+def _connect(address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 1000)  # the last message may be the reason why this process ends
+    socket.connect(address)
+    return socket
+
+
+def main(address: str, parent: str, model_folder: str, settings_json: str) -> int:
+    """Serve `model_folder` to the front (process id `parent`) at `address`.
+
+    Returns the exit code: 1 if the model can't be served as asked, 70 after a fault.
+    """
+    began = time.perf_counter()
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    _tie_to_parent()
+    socket = _connect(address)
+    try:
+        settings = msgspec.json.decode(settings_json, type=EngineSettings)
+        built, digest = _build(Path(model_folder), settings)
+    except WalkgateError as error:
+        socket.send(msgspec.msgpack.encode(Failed(str(error))))
+        return EXIT_CANNOT_SERVE
+    except Exception as error:
+        log.exception("the engine could not be built")
+        socket.send(msgspec.msgpack.encode(Failed(f"{type(error).__name__}: {error}")))
+        return EXIT_FAULT
+    # What is loaded stays: later collections need not walk over it.
+    gc.collect()
+    gc.freeze()
+    hello = Hello(str(engine.__file__), built.info(), digest, time.perf_counter() - began)
+    socket.send(msgspec.msgpack.encode(hello))
+    try:
+        Worker(socket, built, int(parent)).run()
+    except Exception:
+        log.exception("the engine failed; every open request ends with an error")
+        return EXIT_FAULT
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    zmq.Context.instance().destroy()
+    sys.exit(code)

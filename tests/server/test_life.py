@@ -1,0 +1,330 @@
+"""How a server starts, what it survives, and how it ends: no request is lost without a word, no process is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.server.serving import (
+    Server,
+    command,
+    environment,
+    gone,
+    serving,
+    started,
+    wait_ready,
+    wait_until,
+)
+from tests.shared import REPOSITORY
+
+LONG = {"text": "Count to a thousand.", "max_tokens": 4000, "ignore_eos": True}
+
+
+def idle(server: Server) -> bool:
+    found = server.metrics()
+    return found["requests_running"] == found["requests_waiting"] == found["http_open"] == 0
+
+
+def run(*words: str, seconds: float = 60, **extra: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=seconds, env=environment(**extra), cwd=REPOSITORY
+    )
+
+
+def raw_request(server: Server, body: dict, receive_buffer: int | None = None) -> socket.socket:
+    """A connection on which a request was sent and nothing is read, with a small buffer if one is asked for."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(60)
+    client.connect(("127.0.0.1", server.port))
+    client.sendall(head.encode() + data)
+    return client
+
+
+def test_a_client_that_leaves_its_stream_cancels_its_request(server: Server):
+    before = server.metrics()
+    reply = server.open_stream(**LONG)
+    assert json.loads(reply.readline())["token_ids"]
+    reply.close()
+    assert wait_until(lambda: idle(server), 5)
+    after = server.metrics()
+    assert after["requests_cancelled_total"] - before["requests_cancelled_total"] == 1
+    assert after["http_disconnected_total"] - before["http_disconnected_total"] == 1
+    assert after["thinker_pages_free"] == after["thinker_pages"]
+    assert after["slots_free"] == after["slots"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_before_any_answer_cancels_its_request(server: Server, stream: bool):
+    before = server.metrics()["requests_cancelled_total"]
+    with raw_request(server, LONG | {"stream": stream}):
+        assert wait_until(lambda: server.metrics()["requests_running"] == 1, 5)
+    assert wait_until(lambda: idle(server), 5)
+    assert server.metrics()["requests_cancelled_total"] - before == 1
+
+
+def test_twenty_cancelled_speech_requests_give_everything_back(server: Server):
+    for _ in range(20):
+        reply = server.open_stream(**LONG, output=["text", "audio"], speech={"ignore_eos": True})
+        reply.readline()
+        reply.close()
+    assert wait_until(lambda: idle(server), 10)
+    after = server.metrics()
+    assert after["thinker_pages_free"] == after["thinker_pages"]
+    assert after["talker_pages_free"] == after["talker_pages"]
+    assert after["slots_free"] == after["slots"]
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_holds_up_nobody(server: Server):
+    # Some 4 MB: more than the kernel keeps for a connection whose reader has a small window (2.8 MB, measured).
+    speech = {"max_frames": 700, "ignore_eos": True, "codes": True}
+    body = {"text": "Sing.", "output": ["audio"], "max_tokens": 20, "ignore_eos": True, "stream": True}
+    before = server.metrics()
+    with raw_request(server, body | {"speech": speech}, receive_buffer=4096) as slow:
+        assert wait_until(lambda: server.metrics()["frames_total"] > before["frames_total"], 10)
+        assert server.answer(text="Quick.", max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"] == 4
+        # The engine ends the request although its reader has taken next to nothing of it: the front holds the rest.
+        assert wait_until(lambda: server.metrics()["requests_running"] == 0, 60)
+        assert server.metrics()["http_open"] == 1
+        received = b""
+        while b'"finished":true' not in received:
+            received += slow.recv(1 << 16)
+    assert len(received) > 3_500_000
+    assert b'"audio_frames":700' in received
+    assert wait_until(lambda: idle(server), 5)
+
+
+def test_a_request_that_can_never_fit_the_pages_is_a_400_and_not_a_hang(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log", "--kv-pages", "8", "--model-len", "1024") as server:
+        status, answer = server.post({"text": "a", "max_tokens": 500})
+        assert status == 400, answer
+        assert "8" in answer["error"]["message"]
+        status, answer = server.post({"text": "a", "max_tokens": 500, "stream": True})
+        assert status == 400, answer
+        assert server.answer(text="a", max_tokens=20, ignore_eos=True)["usage"]["completion_tokens"] == 20
+        status, answer = server.post({"text": "a", "max_tokens": 1024})
+        assert (status, answer["error"]["field"]) == (400, "max_tokens")
+        assert "1024" in answer["error"]["message"]
+        assert server.get("/info")[1]["limits"]["max_audio_seconds"] == 77
+
+
+def test_switches_show_in_info_and_leave_the_text_alone(server: Server, tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log", "--disable", "batching, text_walk") as other:
+        switches = other.get("/info")[1]["switches"]
+        assert sorted(name for name, on in switches.items() if not on) == ["batching", "text_walk"]
+        body = {"text": "What changes?", "max_tokens": 12, "ignore_eos": True}
+        assert other.answer(**body) == server.answer(**body)
+
+
+def test_health_says_starting_before_it_says_ok(tiny_checkpoint: Path, tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with started(tmp_path / "log", str(tiny_checkpoint), "--port", str(port)) as server:
+        server.port = port
+        seen: list[tuple[int, str]] = []
+
+        def ok() -> bool:
+            try:
+                status, answer = server.get("/health")
+            except OSError:
+                return False
+            seen.append((status, answer["status"]))
+            if status != 200:
+                assert server.post({"text": "a"})[1]["error"]["code"] == "starting"
+                assert server.get("/info")[0] == 503
+                assert server.metrics()["engine_answered"] == 0
+            return status == 200
+
+        assert wait_until(ok, 90)
+        assert seen[0] == (503, "starting")
+        assert seen[-1] == (200, "ok")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_ends_streams_with_an_error_and_the_process_with_0(
+    tiny_checkpoint: Path, tmp_path: Path, number: signal.Signals
+):
+    with serving(tiny_checkpoint, tmp_path / "log") as server:
+        engine = server.engine_pid()
+        replies = [server.open_stream(**LONG) for _ in range(4)]
+        for reply in replies:
+            reply.readline()
+        began = time.monotonic()
+        server.process.send_signal(number)
+        last = [json.loads(reply.read().splitlines()[-1]) for reply in replies]
+        assert [line["error"]["message"] for line in last] == ["the server is shutting down"] * 4
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - began < 5
+        assert wait_until(lambda: gone(engine), 2)
+        assert "Traceback" not in server.text()
+
+
+def test_a_signal_to_the_whole_process_group_is_a_clean_end_too(tiny_checkpoint: Path, tmp_path: Path):
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command("serve", str(tiny_checkpoint), "--port", "0"),
+            stdout=out, stderr=out, env=environment(), start_new_session=True,
+        )  # fmt: skip
+    server = wait_ready(Server(process, 0, log))
+    engine = server.engine_pid()
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(10) == 0
+    assert wait_until(lambda: gone(engine), 2)
+
+
+def test_an_engine_that_is_killed_fails_its_streams_and_ends_the_server_with_70(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log") as server:
+        reply = server.open_stream(**LONG)
+        reply.readline()
+        began = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        last = json.loads(reply.read().splitlines()[-1])
+        assert last["error"]["message"] == "the engine process ended by signal 9"
+        assert server.get("/health") == (503, {"status": "dead"})
+        status, answer = server.post({"text": "a"})
+        assert (status, answer["error"]["code"]) == (503, "dead")
+        assert server.process.wait(10) == 70
+        assert time.monotonic() - began < 2.5
+        assert "the engine process ended by signal 9" in server.text()
+
+
+def test_an_engine_whose_front_is_killed_ends_too(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log") as server:
+        engine = server.engine_pid()
+        server.process.kill()
+        assert wait_until(lambda: gone(engine), 2)
+
+
+def test_no_socket_folder_is_left_behind(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = tmp_path / "t"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    with serving(tiny_checkpoint, tmp_path / "log") as server:
+        assert list(place.iterdir()) == []
+        assert server.answer(text="Still joined?", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+        server.process.terminate()
+        assert server.process.wait(10) == 0
+    assert list(place.iterdir()) == []
+
+
+def test_a_tree_in_the_working_folder_is_not_imported_by_the_engine(tiny_checkpoint: Path, tmp_path: Path):
+    decoy = tmp_path / "engine"
+    decoy.mkdir()
+    (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')\n")
+    log = tmp_path / "log"
+    # As the installed command does it: the interpreter gets a script, so the working folder is not on its own path.
+    script = tmp_path / "bin" / "omni"
+    script.parent.mkdir()
+    script.write_text("from engine.server.cli import main\nmain()\n")
+    words = [sys.executable, str(script), "serve", str(tiny_checkpoint), "--port", "0"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=out, cwd=tmp_path, env=environment())
+    try:
+        server = wait_ready(Server(process, 0, log))
+        assert server.get("/info")[1]["source_root"] == str(REPOSITORY)
+        assert psutil.Process(server.engine_pid()).cwd() == str(tmp_path)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_a_port_in_use_is_one_line_and_1(server: Server, tiny_checkpoint: Path):
+    done = run("serve", str(tiny_checkpoint), "--port", str(server.port))
+    assert done.returncode == 1
+    want = f"omni: can't listen on 127.0.0.1:{server.port}: Address already in use; name another with --port\n"
+    assert done.stderr == want
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("serve", "/nowhere"), 1, "/nowhere is not a folder"),
+        (("serve", "tests"), 1, "tests has no config.json"),
+        (("serve", "--disable", "batchin"), 64, "no switch is called 'batchin'; there are text_walk"),
+        (("serve", "--dtype", "int8"), 64, "--dtype must be one of float32, bfloat16, float16"),
+        (("serve", "--port", "x"), 64, "--port"),
+        (("serve", "--port", "70000"), 64, "--port"),
+        (("serve", "--threads", "0"), 64, "--threads"),
+        (("serve", "--prot", "1"), 64, "--prot"),
+        (("serv",), 64, "serv"),
+        (("tiny",), 64, "--out"),
+        (("tiny", "--out", "tests"), 64, "not an empty folder"),
+        (("info", "/nowhere"), 1, "/nowhere is not a folder"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_names_the_fault(words: tuple[str, ...], code: int, message: str):
+    done = run(*words)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert done.stderr.startswith("omni: ") and done.stderr.count("\n") == 1
+
+
+def test_a_model_len_beyond_the_model_is_refused(tiny_checkpoint: Path):
+    done = run("serve", str(tiny_checkpoint), "--port", "0", "--model-len", "5000")
+    assert done.returncode == 64
+    assert "--model-len 5000 is more than the model's 4096 positions" in done.stderr
+
+
+def test_a_folder_without_weights_ends_with_the_reason(tiny_checkpoint: Path, tmp_path: Path):
+    for file in tiny_checkpoint.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    done = run("serve", str(tmp_path), "--port", "0")
+    assert done.returncode == 1, done.stderr
+    assert "safetensors" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_ends_with_the_reason(tiny_checkpoint: Path):
+    done = run("serve", str(tiny_checkpoint), "--port", "0", "--device", "abacus")
+    assert done.returncode == 1
+    assert "abacus" in done.stderr.splitlines()[-1]
+
+
+def test_tiny_makes_the_folder_and_info_reads_it_as_json(tmp_path: Path):
+    done = run("tiny", "--out", str(tmp_path / "small"))
+    assert done.returncode == 0, done.stderr
+    shown = run("info", str(tmp_path / "small"), "--json")
+    found = json.loads(shown.stdout)
+    assert found["model"]["thinker"]["vocab"] == 512
+    assert found["limits"] == {"max_model_len": 4096, "max_audio_seconds": 313}
+    assert found["source_root"] == str(REPOSITORY)
+    assert found["tasks"] == ["T2T", "A2T", "T2S", "A2S"]
+
+
+def test_without_a_model_the_small_checkpoint_is_made_once_in_the_users_cache(tmp_path: Path):
+    first = run("info", XDG_CACHE_HOME=str(tmp_path))
+    assert first.returncode == 0, first.stderr
+    (folder,) = (tmp_path / "walkgate").iterdir()
+    assert folder.name.startswith("tiny-")
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    second = run("info", XDG_CACHE_HOME=str(tmp_path))
+    assert second.stdout == first.stdout
+    assert str(folder) in second.stdout
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_help_has_examples():
+    for words in ((), ("serve",), ("tiny",), ("info",)):
+        done = run(*words, "--help")
+        assert done.returncode == 0
+        assert "omni" in done.stdout
+        assert "python" not in done.stdout
+        assert not words or "Example" in done.stdout
