@@ -1,0 +1,263 @@
+"""The report's second half: folded tables of how verdicts came about, counters, all metrics, and the provenance block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gate.cell import METRICS, TASKS, Cell
+from gate.markdown import DASH, NOT_TRACED, fold, inline, interval, number, plural, ranged, signed, table
+from gate.record import ArmInfo, RunData, SessionInfo
+from gate.stats import percent
+from gate.verdict import SPEED_VERDICTS, CellComparison, Comparisons, throttled_share, values
+from gate.wer import RESAMPLES
+
+_ALL_TASKS = (*TASKS, "I2T", "V2T")
+_MOST_COUNTERS = 60
+_EXACT_METRICS = ("issued", "failed", "tokens out", "audio in")
+
+
+def appendix(run: RunData, found: Comparisons) -> list[str]:
+    """All folds, the list of what was not run, and the provenance, as lines."""
+    return [
+        *_explanations(run, found),
+        *_counters(run, found),
+        *_all_metrics(run, found),
+        *_sessions(run),
+        *_not_run(run, found),
+        *_provenance(run),
+    ]
+
+
+def _explanations(run: RunData, found: Comparisons) -> list[str]:
+    if found.single:
+        return []
+    head = (
+        "cell",
+        "spread s",
+        "df",
+        "95 %",
+        "90 %",
+        "p",
+        "Holm p",
+        "best/best",
+        "loss not excluded",
+        "smallest change found",
+    )
+    limits = run.plan.thresholds
+    rule = (
+        f"Differences of mean logarithms of session values; s is pooled within arms and at least {_hundred(limits.s_min)} %. "
+        f"Regression or improvement: Holm p < {limits.alpha:g} over the judged cells, and a change beyond the floor. "
+        "Equivalent: the 90 % interval lies inside ± the floor. No session is ever dropped. "
+        f"WER: bootstrap over speaker blocks, {RESAMPLES:,} resamples, seed {run.plan.seed}; worse from "
+        f"{limits.wer_points:g} points. The smallest change found is with 80 % chance."
+    )
+    rows = [_explanation(cell) for cell in found.cells]
+    reasons = [
+        f"- {cell.cell}, {cell.verdict}: {inline(reason)}" for cell in found.cells for reason in cell.reasons[:5]
+    ]
+    extra = [*reasons, ""] if reasons else []
+    return fold("How each verdict came about", [rule, "", *table(head, rows), *extra, *_wer_details(found)])
+
+
+def _hundred(ratio: float | None, digits: int = 1) -> str:
+    return DASH if ratio is None else number(100 * ratio, digits)
+
+
+def _explanation(cell: CellComparison) -> list[str]:
+    found = cell.contrast
+    if found is None or cell.verdict not in SPEED_VERDICTS:
+        return [cell.cell, *[DASH] * 9]
+    bounds = [
+        DASH if low is None or high is None else interval(percent(low), percent(high))
+        for low, high in ((found.low, found.high), (found.low90, found.high90))
+    ]
+    chances = [DASH if p is None else number(p, 4) for p in (found.p, cell.p_holm)]
+    best = DASH if cell.best_change is None else f"{signed(100 * cell.best_change)} %"
+    tail = [
+        f"{_hundred(ratio)} %" if ratio is not None else DASH for ratio in (cell.loss_not_excluded, cell.detectable)
+    ]
+    return [cell.cell, f"{_hundred(found.s, 2)} %", str(found.df), *bounds, *chances, best, *tail]
+
+
+def _wer_details(found: Comparisons) -> list[str]:
+    rows = [
+        [
+            t.cell,
+            t.session,
+            number(t.wer, 2),
+            *(str(n) for n in (t.s, t.d, t.i, t.n, t.clips, t.over_half, t.empty, t.truncated)),
+        ]
+        for cell in found.wer
+        for t in [*cell.base, *cell.head]
+    ]
+    head = ("cell", "session", "WER %", "S", "D", "I", "N", "clips", "over 50 %", "empty", "cut at the limit")
+    return table(head, rows, right=range(2, 11)) if rows else []
+
+
+def _counter_values(run: RunData, found: Comparisons) -> dict[str, dict[str, list[float]]]:
+    """{counter: {arm: values by slot}} of the servers' counters and of what the gate counted itself."""
+    gathered: dict[str, dict[str, list[float]]] = {}
+    for session in sorted(run.sessions, key=lambda session: session.slot):
+        for name, value in session.counters.items():
+            if "gate_client_lag" not in name:
+                gathered.setdefault(name, {}).setdefault(session.arm, []).append(value)
+    for row in found.metrics:
+        if row.metric in _EXACT_METRICS:
+            gathered.setdefault(f"{row.cell} {row.metric}", {}).setdefault(row.arm, []).append(row.value)
+    return gathered
+
+
+def _counters(run: RunData, found: Comparisons) -> list[str]:
+    """Counters that repeat on every base session are compared exactly; the others can't be, and are only counted."""
+    gathered = _counter_values(run, found)
+    if found.single or not gathered:
+        return []
+    exact = {name: arms for name, arms in gathered.items() if len(set(arms.get("base", []))) == 1}
+    changed = {name: arms for name, arms in exact.items() if set(arms.get("head", [])) != set(arms["base"])}
+    summary = (
+        f"{plural(len(exact) - len(changed), 'counter')} equal on every session, {len(changed)} changed, "
+        f"{len(gathered) - len(exact)} that base does not repeat between its own sessions."
+    )
+    rows = [
+        [f"`{inline(name)}`", ranged(arms["base"]), ranged(arms.get("head", []))]
+        for name, arms in sorted(changed.items())
+    ]
+    more = len(rows) - _MOST_COUNTERS
+    tail = [f"{plural(more, 'more counter')} in report.json.", ""] if more > 0 else []
+    body = [*table(("counter", "base", "head"), rows[:_MOST_COUNTERS], right=(1, 2)), *tail] if rows else []
+    return [f"**Counters**, compared exactly: {summary}", "", *(fold("Counters that changed", body) if body else [])]
+
+
+def _all_metrics(run: RunData, found: Comparisons) -> list[str]:
+    lines: list[str] = []
+    for cell in run.plan.cells:
+        rows = [_metric_row(found, run.sessions, cell, name) for name in METRICS]
+        shown = [row for row in rows if any(word != DASH for word in row[2:])]
+        if shown:
+            ids = [session.id for session in _by_slot(run.sessions)]
+            lines += [f"**{cell.name}**", "", *table(("metric", "unit", *ids), shown, right=range(2, 2 + len(ids)))]
+    return fold("Every metric of every session", lines) if lines else []
+
+
+def _by_slot(sessions: Sequence[SessionInfo]) -> list[SessionInfo]:
+    return sorted(sessions, key=lambda session: session.slot)
+
+
+def _metric_row(found: Comparisons, sessions: Sequence[SessionInfo], cell: Cell, name: str) -> list[str]:
+    rows = {row.session: row.value for arm in ("base", "head") for row in values(found.metrics, cell.name, name, arm)}
+    return [name, METRICS[name].unit, *(number(rows.get(session.id)) for session in _by_slot(sessions))]
+
+
+def _sessions(run: RunData) -> list[str]:
+    rows = [_session_row(session) for session in _by_slot(run.sessions)]
+    head = (
+        "session",
+        "boot s",
+        "load before",
+        "held back by quota",
+        "others on the machine",
+        "client lag ms",
+        "problems",
+    )
+    return fold("Sessions and the machine under them", table(head, rows, right=(1, 2))) if rows else []
+
+
+def _session_row(session: SessionInfo) -> list[str]:
+    share = throttled_share(session)
+    busy = [*_heavy(session.host_before), *_heavy(session.host_after)]
+    lags = [value for name, value in session.counters.items() if "gate_client_lag" in name]
+    lags += session.client_lag_ms.values()
+    return [
+        session.id,
+        number(session.boot_seconds, 1),
+        number(session.host_before.get("load_1m"), 2),
+        NOT_TRACED if share is None else f"{number(100 * share, 1)} %",
+        inline(", ".join(sorted(set(busy)))) or "none seen",
+        number(max(lags), 1) if lags else NOT_TRACED,
+        str(len(session.problems)),
+    ]
+
+
+def _heavy(host: Mapping[str, object]) -> list[str]:
+    found = host.get("heavy_processes")
+    rows = found if isinstance(found, list) else []
+    return [f"{row.get('name')} {row.get('percent')} %" for row in rows if isinstance(row, dict)]
+
+
+def _not_run(run: RunData, found: Comparisons) -> list[str]:
+    served = {cell.task for cell in run.plan.cells}
+    names = [f"{task}@*" for task in _ALL_TASKS if task not in served]
+    names += [f"{cell} in {session}" for session, cell in found.unfinished]
+    missing = len(run.plan.order) - len(run.sessions)
+    names += [plural(missing, "planned session")] if missing > 0 else []
+    return [f"**Not run:** {', '.join([*names, 'kernel traces'])}.", ""]
+
+
+def _provenance(run: RunData) -> list[str]:
+    plan = run.plan
+    arms = dict.fromkeys(arm.name for arm in plan.arms)
+    rows = [
+        ["plan", f"{plan.schema}, created {plan.created}, set {plan.set_name}, seed {plan.seed}"],
+        *(row for name in arms for row in _arm_rows(next(arm for arm in plan.arms if arm.name == name), run)),
+        ["model", f"{inline(plan.model_path)}, weights {plan.model_digest}"],
+        ["workload", f"hash {plan.workload_hash}; " + (_pairs(plan.workload_counts) or "no counts")],
+        ["cells", "; ".join(_cell_words(cell) for cell in plan.cells)],
+        ["machine", _machine(run.sessions)],
+        ["gate", inline(plan.gate_version) or NOT_TRACED],
+        ["again", f"`{inline(plan.command or _again(run))}`"],
+    ]
+    return ["**Provenance**", "", *table(("what", "value"), rows)]
+
+
+def _pairs(found: Mapping[str, object]) -> str:
+    return ", ".join(f"{inline(str(key))} {inline(str(value))}" for key, value in sorted(found.items()))
+
+
+def _arm_rows(arm: ArmInfo, run: RunData) -> list[list[str]]:
+    commit = arm.commit or "no commit"
+    state = "with uncommitted changes" if arm.dirty else "clean"
+    extras = f", arguments `{inline(' '.join(arm.args))}`" if arm.args else ""
+    extras += f", environment {_pairs(arm.env)}" if arm.env else ""
+    info = next((s.info for s in _by_slot(run.sessions) if s.arm == arm.name and s.info), {})
+    versions = info.get("versions")
+    switches = info.get("switches")
+    known = _pairs(versions) if isinstance(versions, dict) else NOT_TRACED
+    off = sorted(key for key, on in switches.items() if not on) if isinstance(switches, dict) else None
+    disabled = NOT_TRACED if off is None else ", ".join(off) or "none"
+    return [
+        [arm.name, f"{inline(arm.ref)} ({arm.kind}), {commit}, {state}, source {arm.source_digest}{extras}"],
+        [f"{arm.name} server", f"versions: {known}; switched off: {inline(disabled)}"],
+    ]
+
+
+def _cell_words(cell: Cell) -> str:
+    words = [
+        f"{cell.name}: {cell.requests} requests after {plural(cell.warm_waves, 'warm wave')}, {cell.max_tokens} tokens"
+    ]
+    words += ["ignore-eos"] if cell.ignore_eos else []
+    words += [f"{cell.max_frames} frames"] if cell.max_frames is not None else []
+    return ", ".join([*words, cell.workload, *(["greedy compared"] if cell.greedy else [])])
+
+
+def _machine(sessions: Sequence[SessionInfo]) -> str:
+    host = next((session.host_before for session in _by_slot(sessions) if session.host_before), {})
+    memory = host.get("memory_total_bytes")
+    parts = [
+        str(host.get("cpu_model") or ""),
+        f"cores {' '.join(str(core) for core in host['cores_allowed'])}" if host.get("cores_allowed") else "",
+        f"{number(memory / 2**30, 1)} GiB" if isinstance(memory, int) else "",
+        str(host.get("platform") or ""),
+        f"Python {host['python']}" if host.get("python") else "",
+        *(_pairs(gpu) for gpu in host.get("gpus") or [] if isinstance(gpu, dict)),
+    ]
+    return inline("; ".join(filter(None, parts)), 1000) or NOT_TRACED
+
+
+def _again(run: RunData) -> str:
+    plan = run.plan
+    arms = list({arm.name: arm for arm in plan.arms}.values())
+    words = ["gate compare", *(arm.commit or arm.ref for arm in arms if arm.kind != "directory")]
+    words += [f"--{arm.name}-dir {arm.ref}" for arm in arms if arm.kind == "directory"]
+    words += [f"--{arm.name}-args '{' '.join(arm.args)}'" for arm in arms if arm.args]
+    words += [f"--{arm.name}-env {key}={value}" for arm in arms for key, value in sorted(arm.env.items())]
+    return " ".join([*words, f"--set {plan.set_name} --sessions {plan.sessions_per_arm} --seed {plan.seed}"])

@@ -1,0 +1,352 @@
+"""Arms: what is judged, as a tree of files on disk with the arguments and environment its server gets.
+
+Lives here: resolving a ref, `.` or a folder, making and removing worktrees and virtual environments, digests of a tree
+and of a model folder, the command that starts an arm's server. Not here: starting it (gate/session.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gate.record import ArmInfo
+
+SOURCE_SUFFIXES = frozenset({".py", ".json", ".jinja", ".toml"})
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+# A planted or recorded variable of the caller's shell must not decide which tree an arm imports.
+_DROPPED_ENV = ("PYTHONSAFEPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONPATH")
+
+
+class ArmError(ValueError):
+    """An arm that cannot be made; the message is one sentence that names what was asked and what to do."""
+
+
+@dataclass(frozen=True)
+class ArmChoice:
+    """What the command line asked for one arm: a ref, `.`, or a folder, with the server's arguments and environment."""
+
+    name: str
+    ref: str
+    directory: Path | None = None
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """An arm that was found but not yet laid out: its kind, and the commit or the folder to take it from."""
+
+    choice: ArmChoice
+    kind: str
+    source: Path
+    commit: str | None
+    dirty: bool
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm ready to serve: its public description, the tree that holds `engine/`, and its Python."""
+
+    info: ArmInfo
+    tree: Path
+    python: str
+    caches: Path
+
+    def command(self, *words: str) -> list[str]:
+        """The command line of the arm's own `omni` tool, without its extra arguments."""
+        # `-m` with cwd and PYTHONPATH: a script path, `-P` or an editable install would silently run another tree.
+        return [self.python, "-m", "engine.server.cli", *words]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the arm's processes: the caller's, with this tree first and the arm's own variables last."""
+        kept = {key: value for key, value in os.environ.items() if key not in _DROPPED_ENV}
+        own = {
+            "TRITON_CACHE_DIR": str(self.caches / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"),
+            "FLASHINFER_WORKSPACE_BASE": str(self.caches / "flashinfer"),
+        }
+        asked = dict(self.info.env)
+        extra = asked.pop("PYTHONPATH", "")
+        path = os.pathsep.join([str(self.tree), extra] if extra else [str(self.tree)])
+        return {**kept, **own, **asked, "PYTHONPATH": path}
+
+
+def source_digest(tree: Path) -> str:
+    """SHA-256 hex over the `engine` package in `tree`: relative path and bytes of every source file, sorted by path."""
+    package = tree / "engine"
+    if not package.is_dir():
+        raise ArmError(
+            f"{tree} holds no engine/ package, so there is no server to start; name a checkout of the engine"
+        )
+    total = hashlib.sha256()
+    files = (path for path in package.rglob("*") if path.suffix in SOURCE_SUFFIXES and path.is_file())
+    named = {path.relative_to(package).as_posix(): path for path in files if "__pycache__" not in path.parts}
+    for name in sorted(named):
+        total.update(name.encode() + b"\0" + named[name].read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 hex over the regular files directly in a model folder: name and file digest, sorted by name."""
+    if not folder.is_dir():
+        raise ArmError(f"--model {folder} is not a folder; name a checkpoint folder (config.json and safetensors)")
+    total = hashlib.sha256()
+    for path in sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.name):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").digest()
+        total.update(path.name.encode() + b"\0" + content + b"\0")
+    return total.hexdigest()
+
+
+def git(repository: Path, *words: str) -> str:
+    """Run git in `repository` and return its output; a failure is an ArmError with git's last line."""
+    # An own session, so that Ctrl-C in the terminal reaches the gate and not a half-done `worktree remove`.
+    # Hooks of the user's repository have no business in a worktree that is judged.
+    done = subprocess.run(
+        ["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *words],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ArmError(f"git {words[0]} failed in {repository}: {last}")
+    return done.stdout
+
+
+def resolve(choice: ArmChoice, repository: Path) -> Resolved:
+    """Find what a choice names, without writing anything; an ArmError says in a sentence why it names nothing."""
+    if choice.directory is not None:
+        return _folder(choice, choice.directory)
+    if choice.ref == ".":
+        top = _top(repository)
+        if top is None:
+            return _folder(choice, repository)
+        return Resolved(choice, "snapshot", top, _commit(top, "HEAD"), _dirty(top))
+    commit = _commit(repository, choice.ref)
+    if commit is not None:
+        return Resolved(choice, "commit", _top(repository) or repository, commit, False)
+    if Path(choice.ref).is_dir():
+        return _folder(choice, Path(choice.ref))
+    raise ArmError(
+        f"{choice.name} {choice.ref!r} is neither a commit of {repository} nor a folder{_shallow(repository)}"
+    )
+
+
+def _folder(choice: ArmChoice, folder: Path) -> Resolved:
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise ArmError(f"{choice.name} folder {folder} does not exist; name a folder that holds engine/")
+    if not (folder / "engine").is_dir():
+        raise ArmError(f"{choice.name} folder {folder} holds no engine/ package; name a checkout of the engine")
+    commit = _commit(folder, "HEAD")
+    return Resolved(choice, "directory", folder, commit, commit is not None and _dirty(folder))
+
+
+def _top(repository: Path) -> Path | None:
+    try:
+        return Path(git(repository, "rev-parse", "--show-toplevel").strip())
+    except ArmError:
+        return None
+
+
+def _commit(repository: Path, ref: str) -> str | None:
+    if ref.startswith("-"):
+        return None
+    try:
+        return git(repository, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip() or None
+    except ArmError:
+        return None
+
+
+def _dirty(repository: Path) -> bool:
+    return bool(git(repository, "status", "--porcelain").strip())
+
+
+def _shallow(repository: Path) -> str:
+    try:
+        shallow = git(repository, "rev-parse", "--is-shallow-repository").strip() == "true"
+    except ArmError:
+        return f" ({repository} is not a git repository)"
+    return " (the clone is shallow: `git fetch --unshallow` brings older commits)" if shallow else ""
+
+
+@contextmanager
+def laid_out(
+    choices: tuple[ArmChoice, ...],
+    repository: Path,
+    run_dir: Path,
+    keep: bool,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[list[Arm]]:
+    """Lay the arms out under `run_dir`/arms and yield them; worktrees go again at the end, however it ends.
+
+    `keep` leaves the trees of commits registered and on disk. `say` receives progress sentences.
+    """
+    with ExitStack() as stack:
+        arms = []
+        for resolved in [resolve(choice, repository) for choice in choices]:
+            tree = _tree(resolved, run_dir, keep, stack)
+            python = _python(resolved.choice.name, tree, run_dir, device, say)
+            arms.append(Arm(_info(resolved, tree), tree, python, run_dir / "caches" / resolved.choice.name))
+        yield arms
+
+
+def _tree(resolved: Resolved, run_dir: Path, keep: bool, stack: ExitStack) -> Path:
+    if resolved.kind == "directory":
+        return resolved.source
+    target = run_dir / "arms" / resolved.choice.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if resolved.kind == "snapshot":
+        if target.is_dir():  # a resumed run goes on with what it copied when it began
+            return target
+        copy_snapshot(resolved.source, target, run_dir)
+        return target
+    if not keep:
+        # Registered before the tree is made: a Ctrl-C in between must find it.
+        stack.callback(remove_worktree, resolved.source, target)
+    if target.exists():  # left by a run that was killed
+        remove_worktree(resolved.source, target)
+    git(resolved.source, "worktree", "add", "--detach", "--force", str(target), str(resolved.commit))
+    return target
+
+
+def copy_snapshot(repository: Path, target: Path, run_dir: Path) -> None:
+    """Copy the working tree (tracked and untracked files that git does not ignore) to `target`, without `run_dir`."""
+    listed = git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    skipped = run_dir.resolve()
+    for name in sorted(set(filter(None, listed.split("\0")))):
+        source = repository / name
+        # A file deleted but still in the index is listed too; a nested repository is listed as a folder.
+        if not (source.is_file() or source.is_symlink()) or source.absolute().is_relative_to(skipped):
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target / name, follow_symlinks=False)
+
+
+def remove_worktree(repository: Path, target: Path) -> None:
+    """Take a worktree off disk and out of the repository's list; a worktree that was never made is no error."""
+    try:
+        git(repository, "worktree", "remove", "--force", str(target))
+    except ArmError:
+        shutil.rmtree(target, ignore_errors=True)
+    git(repository, "worktree", "prune")
+
+
+def _info(resolved: Resolved, tree: Path) -> ArmInfo:
+    choice = resolved.choice
+    return ArmInfo(
+        name=choice.name,
+        ref=str(choice.directory) if choice.directory is not None else choice.ref,
+        commit=resolved.commit,
+        dirty=resolved.dirty,
+        source_digest=source_digest(tree),
+        args=list(choice.args),
+        env=dict(choice.env),
+        kind=resolved.kind,
+    )
+
+
+def parse_env(values: list[str], option: str) -> tuple[tuple[str, str], ...]:
+    """Split K=V words of `option` into pairs; a word without a name or `=` is an ArmError."""
+    pairs = []
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key:
+            raise ArmError(f"{option} {value!r} is not of the form NAME=VALUE")
+        pairs.append((key, text))
+    return tuple(pairs)
+
+
+def dependency_table(tree: Path) -> tuple[str, ...] | None:
+    """The `project.dependencies` of a tree's pyproject.toml, sorted and without spaces; None without that file."""
+    path = tree / "pyproject.toml"
+    if not path.is_file():
+        return None
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ArmError(f"{path} is not TOML ({error}); mend it, or name another arm") from error
+    return _normal(table.get("project", {}).get("dependencies", []))
+
+
+def running_dependencies() -> tuple[str, ...] | None:
+    """The dependency table of the gate that runs: its checkout's, or the installed distribution's."""
+    table = dependency_table(Path(__file__).resolve().parent.parent)
+    if table is not None:
+        return table
+    try:
+        required = importlib.metadata.requires("walkgate") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return _normal([word for word in required if "extra ==" not in word])
+
+
+def _normal(words: list[str]) -> tuple[str, ...]:
+    return tuple(sorted(_one_requirement(word) for word in words))
+
+
+def _one_requirement(word: str) -> str:
+    # The limits of a requirement are a set: an installed wheel's metadata lists them in another order than its pyproject.
+    spec, _, marker = re.sub(r"\s+", "", word).lower().partition(";")
+    name = re.match(r"[a-z0-9._-]+(\[[^\]]*\])?", spec)
+    cut = name.end() if name else 0
+    limits = ",".join(sorted(spec[cut:].strip("()").split(",")))
+    return spec[:cut].replace("_", "-") + limits + (f";{marker}" if marker else "")
+
+
+def _python(name: str, tree: Path, run_dir: Path, device: str, say: Callable[[str], None]) -> str:
+    table, running = dependency_table(tree), running_dependencies()
+    if table is None or running is None or table == running:
+        return sys.executable
+    own = run_dir / "venvs" / name
+    say(f"{name} declares other dependencies than this gate's own; installing {len(table)} packages into {own}")
+    _make_venv(own, table, device)
+    return str(own / "bin" / "python")
+
+
+def _make_venv(folder: Path, table: tuple[str, ...], device: str) -> None:
+    python = folder / "bin" / "python"
+    if not python.exists():
+        _install([sys.executable, "-m", "venv", str(folder)], folder)
+    torch = [word for word in table if re.match(r"torch\b(?![-_.])", word)]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if torch and device == "cpu":
+        # PyPI's torch brings gigabytes of CUDA; the CPU build is tried first and is no condition.
+        subprocess.run([*pip, "--index-url", CPU_TORCH_INDEX, *torch], capture_output=True)
+    if table:
+        _install([*pip, *table], folder)
+
+
+def _install(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ArmError(f"the arm's own environment {folder} could not be made: {last}")
+
+
+def make_model(arm: Arm, folder: Path, timeout_s: float = 300.0) -> Path:
+    """Let an arm's own `omni tiny` write a checkpoint to `folder`, and return it; a failure is an ArmError."""
+    command = arm.command("tiny", "--out", str(folder))
+    try:
+        done = subprocess.run(
+            command, cwd=arm.tree, env=arm.environment(), capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ArmError(f"`omni tiny` of {arm.info.name} took over {timeout_s:.0f} s; name a --model folder") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ArmError(f"`omni tiny` of {arm.info.name} failed ({last}); name a --model folder")
+    return folder

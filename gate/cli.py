@@ -1,0 +1,508 @@
+"""The `gate` command: what was asked becomes a Wish, and what came of it becomes text and an exit code.
+
+Exit codes: 0 nothing worse and every primary cell decided, 1 a regression, broken head, worse WER or moved tokens, 2 no verdict
+for a primary cell, 3 unusable evidence, 64 usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
+
+from gate import plant, run
+from gate.arm import ArmChoice, ArmError, git, laid_out, make_model, parse_env
+from gate.plant import PlantError
+from gate.run import EXIT_INVALID, EXIT_USAGE
+from gate.rundir import RunDir, RunDirError, existing
+from gate.session import Refused
+from gate.summary import session_table
+from gate.wish import Wish
+from gate.workload import WorkloadError, default_root, load_prompts, ordered
+
+EXIT_INTERRUPTED = 130
+DEMO_SLOW = 0.30
+USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError)
+
+
+class GateGroup(TyperGroup):
+    """The command group; a usage error ends with 64, since 2 already means "no verdict"."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line; with `standalone_mode` the process ends with the exit code."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except Exception as error:
+            # Typer 0.26 and later carry their own copy of click, so its classes are known by their `show` alone.
+            if not hasattr(error, "show"):
+                raise
+            error.show()
+            code = EXIT_USAGE
+        return sys.exit(code if isinstance(code, int) else 0) if standalone_mode else code
+
+
+app = typer.Typer(
+    cls=GateGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Compare two commits of an Omni serving engine: speed, tokens and words, with a report for the pull request.",
+)
+
+Words = Annotated[str, typer.Option(metavar="WORDS", help="Extra arguments of its server, quoted as in a shell.")]
+Pairs = Annotated[
+    list[str] | None, typer.Option(metavar="K=V", help="An environment variable of its server; repeatable.")
+]
+Folder = Annotated[Path | None, typer.Option(metavar="DIR", help="Its tree as a folder; needs no history.")]
+SetName = Annotated[str, typer.Option("--set", metavar="NAME", help="The cell set of workloads/cells.toml.")]
+Cells = Annotated[str, typer.Option(metavar="A,B", help="Only these cells, such as T2T@1,A2T@4.")]
+Sessions = Annotated[int, typer.Option(min=1, metavar="N", help="Server boots per arm; the session is the sample.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides the order of sessions and of prompts.")]
+Model = Annotated[Path | None, typer.Option(metavar="DIR", help="The checkpoint both arms serve; absent: `omni tiny`.")]
+Run = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/TIME-BASE-HEAD.")
+]
+Libri = Annotated[
+    str | None,
+    typer.Option(metavar="PATH|hub", help="A2T and A2S on a folder in LibriSpeech's layout, or from the hub."),
+]
+Workloads = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A folder with cells.toml, prompts and clips; absent: the gate's own."),
+]
+Keep = Annotated[bool, typer.Option("--keep", help="Leave the worktrees of the arms.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="What --device its server gets.")]
+Moves = Annotated[bool, typer.Option("--expect-token-changes", help="Moved tokens are no failure.")]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an interrupted run, as it was asked for.")]
+StopAfter = Annotated[str, typer.Option(metavar="TIME", help="End at the next cell boundary after 90s, 9m or 1h.")]
+Timeout = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds a server may take to become healthy.")]
+
+
+class Screen:
+    """A run's progress: a bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self.bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("plans", total=None)
+
+    def say(self, text: str) -> None:
+        """Print a sentence."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, done: int, total: int, text: str) -> None:
+        """Move the bar, or print a line where there is none."""
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=done, total=total, description=text)
+        else:
+            self.say(f"[{done}/{total}] {text}")
+
+
+def _end(text: str, code: int) -> NoReturn:
+    typer.echo(text, err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _reported(run_dir: Path | None = None) -> Iterator[None]:
+    """Turn the failures a user can cause into one sentence and an exit code; what was measured stays on disk."""
+    kept = (
+        f"; what was measured is kept: gate report {run_dir}, or go on: gate compare --resume {run_dir}"
+        if run_dir is not None
+        else ""
+    )
+    try:
+        with _terminated_politely():
+            yield
+    except USAGE_ERRORS as error:
+        _end(f"gate: {error}", EXIT_USAGE)
+    except Refused as error:
+        _end(f"gate: refused: {error}", EXIT_INVALID)
+    except KeyboardInterrupt:
+        _end(f"gate: interrupted{kept}", EXIT_INTERRUPTED)
+    except OSError as error:
+        what = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+        _end(f"gate: {what}: {error.filename or run_dir or 'no file named'}{kept}", EXIT_INVALID)
+
+
+@contextmanager
+def _terminated_politely() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP end the gate as Ctrl-C does: servers stopped, worktrees gone."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    # A signal that the caller ignores (nohup) stays ignored.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    try:
+        before = [signal.signal(number, interrupt) for number in numbers]
+    except ValueError:  # not the main thread: the caller's program owns the signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _choices(
+    refs: Sequence[str], folders: tuple[Path | None, Path | None], args: tuple[str, str], env: tuple[Any, Any]
+) -> tuple[ArmChoice, ArmChoice]:
+    wanted = folders.count(None)
+    if len(refs) != wanted:
+        raise ArmError(
+            f"{len(refs)} arms are named by BASE and HEAD where {wanted} are wanted: give each arm a ref, `.` or a folder, "
+            f"or --base-dir and --head-dir"
+        )
+    left = iter(refs)
+    base, head = (
+        _choice(name, "" if folder is not None else next(left), folder, words, pairs)
+        for name, folder, words, pairs in zip(("base", "head"), folders, args, env, strict=True)
+    )
+    return base, head
+
+
+def _choice(name: str, ref: str, folder: Path | None, words: str, pairs: list[str] | None) -> ArmChoice:
+    try:
+        arguments = tuple(shlex.split(words))
+    except ValueError as error:
+        raise ArmError(f"--{name}-args {words!r} is not quoted as a shell wants it ({error})") from error
+    return ArmChoice(name, ref, folder, arguments, parse_env(pairs or [], f"--{name}-env"))
+
+
+def _run_dir(asked: Path | None, *names: str) -> Path:
+    if asked is not None:
+        return asked
+    time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    return Path("runs") / "-".join([time, *(re.sub(r"[^A-Za-z0-9._~-]+", "_", name)[-40:] for name in names)])
+
+
+def _label(choice: ArmChoice) -> str:
+    name = choice.directory.resolve().name if choice.directory is not None else choice.ref
+    return "tree" if name == "." else name.strip("/").rpartition("/")[2]
+
+
+def _split(cells: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in cells.split(",") if word.strip())
+
+
+def _with_screen(work: Callable[[Screen], RunDir]) -> RunDir:
+    screen = Screen(Console(stderr=True))
+    with screen.bar:
+        return work(screen)
+
+
+def _judge(folder: RunDir, expect: bool = False) -> int:
+    """Write the report of a run directory and print its path, headline and first table."""
+    code = run.write_report(folder, expect)
+    typer.echo(f"report: {folder.report}\n")
+    typer.echo(first_part(folder.report.read_text(encoding="utf-8")))
+    return code
+
+
+def first_part(report: str) -> str:
+    """The headline and the first table of a report."""
+    lines = report.splitlines()
+    headline = next((line for line in lines if line.strip()), "")
+    start = next((index for index, line in enumerate(lines) if line.startswith("|")), len(lines))
+    table = lines[start:]
+    end = next((index for index, line in enumerate(table) if not line.startswith("|")), len(table))
+    return "\n".join([headline, "", *table[:end]])
+
+
+@app.command()
+def compare(
+    refs: Annotated[list[str] | None, typer.Argument(metavar="BASE HEAD", help="Refs, `.` or folders.")] = None,
+    set_name: SetName = "quick",
+    sessions: Sessions = 3,
+    seed: Seed = 0,
+    model: Model = None,
+    run_dir: Run = None,
+    cells: Cells = "",
+    librispeech: Libri = None,
+    workloads: Workloads = None,
+    base_args: Words = "",
+    head_args: Words = "",
+    base_env: Pairs = None,
+    head_env: Pairs = None,
+    base_dir: Folder = None,
+    head_dir: Folder = None,
+    expect_token_changes: Moves = False,
+    keep: Keep = False,
+    device: Device = "cpu",
+    boot_timeout: Timeout = 300.0,
+    resume: Resume = None,
+    stop_after: StopAfter = "",
+) -> None:
+    """Plan, run and report a comparison of two arms.
+
+    Examples:
+
+    `gate compare main HEAD`
+
+    `gate compare HEAD . --set demo --sessions 2`
+
+    `gate compare HEAD HEAD --head-args '--disable plan_cache'`
+
+    `gate compare main HEAD --cells A2T@1,A2T@4 --librispeech data/test-other`
+
+    `gate compare --resume runs/20260101T120000Z-main-HEAD`
+    """
+    with _reported():
+        limit_s = _seconds(stop_after)
+    if resume is not None:
+        raise typer.Exit(_resume(resume, refs, limit_s))
+    with _reported():
+        choices = _choices(refs or [], (base_dir, head_dir), (base_args, head_args), (base_env, head_env))
+        target = _run_dir(run_dir, *map(_label, choices))
+    wish = Wish(
+        choices,
+        Path.cwd(),
+        target,
+        set_name,
+        _split(cells),
+        sessions,
+        seed,
+        model,
+        librispeech,
+        keep,
+        device,
+        expect_token_changes,
+        workloads=workloads or default_root(),
+        boot_s=boot_timeout,
+    )
+    raise typer.Exit(_compare(wish, limit_s))
+
+
+def _compare(wish: Wish, stop_after_s: float = float("inf")) -> int:
+    with _reported(wish.run_dir):
+        folder = _with_screen(lambda screen: run.carry_out(wish, screen, stop_after_s))
+        return _judge(folder)
+
+
+def _resume(path: Path, refs: list[str] | None, stop_after_s: float) -> int:
+    with _reported(path):
+        if refs:
+            raise ArmError("--resume takes its arms from the run; leave BASE and HEAD out")
+        return _judge(_with_screen(lambda screen: run.resume(path, screen, stop_after_s)))
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if text and found is None:
+        raise RunDirError(f"--stop-after {text!r} is not a time such as 90s, 9m or 1h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else float("inf")
+
+
+@app.command()
+def plan(
+    refs: Annotated[list[str] | None, typer.Argument(metavar="BASE HEAD", help="Refs, `.` or folders.")] = None,
+    set_name: SetName = "quick",
+    sessions: Sessions = 3,
+    seed: Seed = 0,
+    model: Model = None,
+    run_dir: Run = None,
+    cells: Cells = "",
+    librispeech: Libri = None,
+    workloads: Workloads = None,
+    base_args: Words = "",
+    head_args: Words = "",
+    base_env: Pairs = None,
+    head_env: Pairs = None,
+    base_dir: Folder = None,
+    head_dir: Folder = None,
+) -> None:
+    """Write the plan of a comparison and print its price; nothing is served.
+
+    Example: `gate plan main HEAD --set pr`
+    """
+    with _reported():
+        choices = _choices(refs or [], (base_dir, head_dir), (base_args, head_args), (base_env, head_env))
+        target = _run_dir(run_dir, "plan", *map(_label, choices))
+        wish = Wish(choices, Path.cwd(), target, set_name, _split(cells), sessions, seed, model, librispeech)
+        wish = replace(wish, workloads=workloads or default_root())
+        folder = _with_screen(lambda screen: run.plan_only(wish, screen))
+        typer.echo(f"plan: {folder.path / 'plan.json'}\ncarry it out: gate compare --resume {folder.path}")
+
+
+@app.command(name="run")
+def run_one(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A ref, `.` or a folder.")],
+    set_name: SetName = "quick",
+    sessions: Sessions = 1,
+    seed: Seed = 0,
+    model: Model = None,
+    run_dir: Run = None,
+    cells: Cells = "",
+    librispeech: Libri = None,
+    workloads: Workloads = None,
+    args: Words = "",
+    env: Pairs = None,
+    keep: Keep = False,
+    device: Device = "cpu",
+    boot_timeout: Timeout = 300.0,
+) -> None:
+    """Measure one arm and print its metrics, session by session.
+
+    Example: `gate run HEAD --set demo`
+    """
+    with _reported():
+        choice = _choice("base", ref, None, args, env)
+        target = _run_dir(run_dir, "run", _label(choice))
+    wish = Wish(
+        (choice,),
+        Path.cwd(),
+        target,
+        set_name,
+        _split(cells),
+        sessions,
+        seed,
+        model,
+        librispeech,
+        keep,
+        device,
+        workloads=workloads or default_root(),
+        boot_s=boot_timeout,
+    )
+    with _reported(target):
+        folder = _with_screen(lambda screen: run.carry_out(wish, screen))
+        typer.echo(f"run: {folder.path}\n")
+        typer.echo(session_table(folder.load()))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    expect_token_changes: Moves = False,
+) -> None:
+    """Rebuild the report of a run directory, byte for byte, with the exit code that `gate compare` gave.
+
+    Example: `gate report runs/20260101T120000Z-main-HEAD`
+    """
+    with _reported():
+        code = _judge(existing(run_dir), expect_token_changes)
+    raise typer.Exit(code)
+
+
+@app.command(name="plant")
+def plant_change(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="slow, flip or raise.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A scratch clone; it gets one commit more.")],
+    fraction: Annotated[float, typer.Option(metavar="F", help="slow: this much of each decode step is slept.")] = 0.3,
+    prompt_key: Annotated[str | None, typer.Option(metavar="HEX", help="flip, raise: the prompt's key.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="ID", help="flip, raise: the prompt of this id; absent: one that seed 0 asks.")
+    ] = None,
+) -> None:
+    """Put a known fault into a scratch clone and commit it, to see whether the gate finds it.
+
+    Examples:
+
+    `gate plant slow ../scratch --fraction 0.1`
+
+    `gate plant flip ../scratch --prompt p00`
+    """
+    with _reported():
+        if kind not in plant.KINDS:
+            raise PlantError(f"KIND {kind!r} does not exist; there are {', '.join(plant.KINDS)}")
+        change = plant.slow(fraction) if kind == "slow" else _at_prompt(kind, folder, prompt_key, prompt)
+        plant.apply(change, folder)
+        commit = plant.commit(folder, f"planted: {kind}")
+        typer.echo(f"planted {kind} in {folder} as {commit[:12]}")
+
+
+def _at_prompt(kind: str, folder: Path, prompt_key: str | None, prompt: str | None) -> plant.Plant:
+    key = prompt_key or _key_of(folder, _prompt_text(prompt))
+    return plant.flip(key) if kind == "flip" else plant.raising(key)
+
+
+def _prompt_text(name: str | None) -> str:
+    """The text of the prompt with this id; without one, of the prompt that every cell of seed 0 asks first."""
+    prompts = load_prompts(default_root())
+    if name is None:
+        return ordered(prompts.items, 1, 0, prompts.name)[0].text or ""
+    found = next((item for item in prompts.items if item.id == name), None)
+    if found is None:
+        raise PlantError(f"--prompt {name!r} is no id of workloads/prompts.jsonl")
+    return found.text or ""
+
+
+def _key_of(folder: Path, text: str) -> str:
+    """The key of a prompt with the tokenizer of the tree's own tiny checkpoint."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gate-key-") as place,
+        laid_out((ArmChoice("base", "", folder),), folder, Path(place), keep=False) as (arm,),
+    ):
+        return plant.prompt_key(make_model(arm, Path(place) / "model"), text)
+
+
+@app.command()
+def demo(
+    run_dir: Run = None,
+    sessions: Sessions = 2,
+    seed: Seed = 0,
+) -> None:
+    """Compare HEAD with a scratch clone of it that decodes 30 % slower and flips one token, and show what the gate says.
+
+    Succeeds when the gate could judge (0, 1 or 2) and the report exists.
+    """
+    with _reported(), tempfile.TemporaryDirectory(prefix="gate-demo-") as place:
+        clone = Path(place) / "clone"
+        base = _planted_clone(Path.cwd(), clone, seed)
+        target = (run_dir or _demo_dir()).resolve()
+        typer.echo(f"base is {base[:12]}; head decodes {DEMO_SLOW:.0%} slower and flips one token of one prompt")
+        choices = (ArmChoice("base", "HEAD~1"), ArmChoice("head", "HEAD"))
+        again = f"gate demo --sessions {sessions} --seed {seed}"  # the clone will be gone
+        code = _compare(Wish(choices, clone, target, "demo", sessions=sessions, seed=seed, command=again))
+    raise typer.Exit(0 if code in (0, 1, 2) and (target / "report.md").is_file() else code or EXIT_INVALID)
+
+
+def _demo_dir() -> Path:
+    return Path("runs") / f"demo-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
+
+
+def _planted_clone(repository: Path, clone: Path, seed: int) -> str:
+    if git(repository, "status", "--porcelain").strip():
+        typer.echo("the working tree has changes that are not committed; the demo uses HEAD without them")
+    base = plant.scratch_clone(repository, clone)
+    prompts = load_prompts(default_root())
+    first = ordered(prompts.items, 1, seed, prompts.name)[0]
+    key = _key_of(clone, first.text or "")
+    for change in (plant.slow(DEMO_SLOW), plant.flip(key)):
+        plant.apply(change, clone)
+    plant.commit(clone, f"planted: decode {DEMO_SLOW:.0%} slower, {first.id} flipped at step {plant.FLIP_STEP}")
+    return base
+
+
+def main() -> None:
+    """Entry point of the `gate` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Planted changes: known faults put into a scratch clone of the engine, to see whether the gate finds them.
+
+Each is a source edit (file, anchor, replacement); the anchor must be there exactly once. Never used on the tree one works in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from gate.arm import git
+
+KINDS = ("slow", "flip", "raise")
+FLIP_STEP = 5
+
+# Lines of the engine, whole and unindented text included, that a plant hooks onto.
+LAUNCH = "            self._in_flight.append((step, [self.runner.launch(step)], []))"
+CHOOSE = (
+    '        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != "greedy" else None)'
+)
+
+
+class PlantError(ValueError):
+    """A change that cannot be planted; the message names the file and what was looked for."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One source edit: in `file`, the text `anchor`, found exactly once, becomes `code`."""
+
+    kind: str
+    file: str
+    anchor: str
+    code: str
+
+
+def slow(fraction: float) -> Plant:
+    """Every step with a decode row takes `fraction` of its own time longer."""
+    if not 0 < fraction <= 10:
+        raise PlantError(f"--fraction {fraction} is not between 0 and 10 of a step")
+    code = f"""            import time
+
+            began = time.perf_counter()
+            launched = self.runner.launch(step)
+            if any("decode" in row.walk for row in step.rows):
+                time.sleep({fraction!r} * (time.perf_counter() - began))
+            self._in_flight.append((step, [launched], []))"""
+    return Plant("slow", "engine/lane.py", LAUNCH, code)
+
+
+def flip(prompt_key: str, step: int = FLIP_STEP) -> Plant:
+    """The prompt with this key gets its second best token at `step` (counted from 0) of its text."""
+    act = f"""            if one.track.generated == {step}:
+                tokens[index] = logits[index].topk(2).indices[1]"""
+    return Plant("flip", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act))
+
+
+def raising(prompt_key: str) -> Plant:
+    """A step that holds the prompt with this key raises."""
+    act = """            raise RuntimeError("planted: this prompt raises")"""
+    return Plant("raise", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act))
+
+
+def _at_prompt(prompt_key: str, act: str) -> str:
+    return f"""{CHOOSE}
+        for index, one in enumerate(live):
+            import hashlib
+
+            prompt = b"".join(token.to_bytes(4, "little") for token in one.request.prompt_ids)
+            if hashlib.sha256(prompt).hexdigest()[:12] != {_key(prompt_key)!r}:
+                continue
+{act}"""
+
+
+def _key(prompt_key: str) -> str:
+    if len(prompt_key) != 12 or set(prompt_key) - set("0123456789abcdef"):
+        raise PlantError(f"--prompt-key {prompt_key!r} is not 12 lower-case hex digits")
+    return prompt_key
+
+
+def prompt_key(model: Path, text: str) -> str:
+    """The key of a text prompt: 12 hex of SHA-256 over its ids as little-endian int32, with the folder's tokenizer."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise PlantError(f"{path} does not exist, so the key of a prompt cannot be found; give --prompt-key")
+    tokenizer = Tokenizer.from_file(str(path))
+    turn = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode(turn, add_special_tokens=False).ids
+    return hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest()[:12]
+
+
+def apply(plant: Plant, folder: Path) -> None:
+    """Edit the plant's file under `folder`; PlantError unless its anchor is there exactly once."""
+    path = folder / plant.file
+    if not path.is_file():
+        raise PlantError(f"{path} does not exist; name a clone of the engine")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    count = lines.count(plant.anchor)
+    if count != 1:
+        raise PlantError(f"{path} holds the line {plant.anchor.strip()!r} {count} times; it must be there exactly once")
+    lines[lines.index(plant.anchor)] = plant.code
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def commit(folder: Path, message: str) -> str:
+    """Commit everything in a scratch clone under a fixed name, without hooks or signing; return the commit's id."""
+    name = ("-c", "user.name=gate plant", "-c", "user.email=plant@localhost", "-c", "commit.gpgsign=false")
+    git(folder, *name, "commit", "--all", "--quiet", "--no-verify", "--message", message)
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+def scratch_clone(repository: Path, target: Path) -> str:
+    """Clone the committed state of `repository` to `target` (one commit deep is enough) and return its commit."""
+    head = git(repository, "rev-parse", "HEAD").strip()
+    git(repository, "clone", "--quiet", "--no-hardlinks", str(repository), str(target))
+    git(target, "checkout", "--quiet", "--detach", head)
+    return head

@@ -1,0 +1,464 @@
+"""The report: a run and what was derived from it as GitHub markdown and as JSON. Only wording happens here.
+
+Every number comes from the run; what was not measured reads "not traced". The only date is the plan's, so that the same run
+gives the same bytes whenever it is rendered. The folded second half is in gate/appendix.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from gate.appendix import appendix
+from gate.cell import METRICS
+from gate.greedy import Divergence, GreedyPair, TokenMove, is_near_tie
+from gate.markdown import DASH, NOT_TRACED, counted, inline, interval, listed, number, plural, ranged, signed, table
+from gate.metrics import IDENTITY_LIMIT, SessionMetric
+from gate.record import ArmInfo, RunData, SessionInfo
+from gate.stats import MOST_SESSIONS, percent
+from gate.verdict import (
+    BROKEN_BASE,
+    BROKEN_HEAD,
+    EQUIVALENT,
+    IMPROVEMENT,
+    INVALID,
+    NEW_IN_HEAD,
+    NO_VERDICT,
+    REGRESSION,
+    SPEED_VERDICTS,
+    CellComparison,
+    Comparisons,
+    values,
+)
+from gate.wer import FEW_BLOCKS, SCORER, WerComparison
+
+_LOUD = frozenset({REGRESSION, IMPROVEMENT, BROKEN_HEAD, BROKEN_BASE, INVALID, NEW_IN_HEAD})
+_RARE = (BROKEN_HEAD, BROKEN_BASE, INVALID, NEW_IN_HEAD)  # named in the headline only where there is one
+_MOST_MOVES = 20  # rows shown; report.json has them all
+_MOST_FAULTS = 30
+_FOOTNOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"
+_OUTLIER_LEAST = 0.03  # nearer than this (log) to its siblings, a session is not worth a footnote
+_LATENCIES = ("TTFT p50", "TTFA p50", "ITL p50", "e2e p50", "gaps > 150 ms")
+
+
+def render_report(run: RunData, comparisons: Comparisons) -> str:
+    """The report as markdown; ends with a line break."""
+    sections = (_headline, _what_was_run, _what_to_do, _faults, _primary, _latency, _tokens, _words, _time, appendix)
+    lines = [line for section in sections for line in section(run, comparisons)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def report_json(run: RunData, comparisons: Comparisons) -> str:
+    """The same facts as JSON, schema gate/1, without the records themselves (records.jsonl holds them)."""
+    rates = [
+        {"cell": row.cell, "session": row.session, "wer_percent": row.wer}
+        for cell in comparisons.wer
+        for row in [*cell.base, *cell.head]
+    ]
+    facts = {
+        "schema": run.plan.schema,
+        "plan": run.plan,
+        "sessions": sorted(run.sessions, key=lambda session: session.slot),
+        "comparisons": comparisons,
+        "wer_rates": rates,
+    }
+    return msgspec.json.format(msgspec.json.encode(facts, order="deterministic"), indent=1).decode() + "\n"
+
+
+# --- headline -----------------------------------------------------------------------------------------------------------
+
+
+def _headline(run: RunData, found: Comparisons) -> list[str]:
+    if found.single:
+        parts = ["one arm measured, nothing to compare it with"]
+    else:
+        parts = [_verdict_counts(found), f"tokens: {_moved_words(found)}"]
+        worse = sum(row.verdict == "WER worse" for row in found.wer)
+        parts += [f"WER worse in {plural(worse, 'cell')}"] if worse else []
+    parts.append(
+        "nothing broken" if not found.faults else f"faults: {plural(len(found.faults), 'entry', 'entries')} below"
+    )
+    return [f"### ⚖️ gate: {' · '.join(parts)}", ""]
+
+
+def _verdict_counts(found: Comparisons) -> str:
+    verdicts = [cell.verdict for cell in found.cells]
+    words = [
+        plural(verdicts.count(REGRESSION), "regression"),
+        plural(verdicts.count(IMPROVEMENT), "improvement"),
+        f"{verdicts.count(EQUIVALENT)} equivalent",
+        f"{plural(verdicts.count(NO_VERDICT), 'cell')} without a verdict",
+    ]
+    return ", ".join(words + [f"{verdicts.count(v)} {v}" for v in _RARE if v in verdicts])
+
+
+def _moved_words(found: Comparisons) -> str:
+    if found.moves:
+        return f"moved at {plural(len(found.moves), 'prompt')}"
+    return "none moved" if any(pair.kind == "head–base" for pair in found.greedy) else "not compared"
+
+
+# --- what was run, and what follows ---------------------------------------------------------------------------------------
+
+
+def arm_label(arm: ArmInfo) -> str:
+    """An arm in few words: the commit or folder, and what was added to it."""
+    name = arm.commit[:9] if arm.commit else arm.ref
+    extras = ["uncommitted changes"] if arm.dirty else []
+    extras += [" ".join(arm.args)] if arm.args else []
+    extras += [f"{key}={value}" for key, value in sorted(arm.env.items())]
+    return f"`{name}`" + "".join(f" + `{inline(extra)}`" for extra in extras)
+
+
+def _what_was_run(run: RunData, found: Comparisons) -> list[str]:
+    plan, done = run.plan, {arm: sum(s.arm == arm for s in run.sessions) for arm in dict.fromkeys(run.plan.order)}
+    arms = [f"{arm_label(arm)} ({arm.name})" for arm in plan.arms]
+    counts = "+".join(str(count) for count in done.values())
+    asked = "+".join(str(plan.order.count(arm)) for arm in done)
+    sessions = f"{counts} sessions" if counts == asked else f"{counts} sessions of {asked} planned"
+    words = [
+        arms[0] if found.single else " → ".join(arms),
+        machine_words(run.sessions),
+        f"set `{plan.set_name}`, {sessions}, order `{' '.join(plan.order)}` (seed {plan.seed})",
+        "one look",
+    ]
+    return [" · ".join(words), ""]
+
+
+def machine_words(sessions: Sequence[SessionInfo]) -> str:
+    """The machine in a line, from the first session's record."""
+    host = next((session.host_before for session in sessions if session.host_before), {})
+    gpus = host.get("gpus") or []
+    names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
+    parts = [f"{len(gpus)} × {' and '.join(names)}"] if gpus else []
+    parts += [str(host["cpu_model"])] if host.get("cpu_model") else []
+    parts += [f"{plural(len(host['cores_allowed']), 'core')}"] if host.get("cores_allowed") else []
+    return inline(", ".join(parts)) if parts else f"machine {NOT_TRACED}"
+
+
+def _what_to_do(run: RunData, found: Comparisons) -> list[str]:
+    if found.single:
+        return []
+    steps = [*_blocking_steps(found), *_undecided_steps(run, found)]
+    if not steps:
+        return ["**What you need to do:** nothing; every cell is decided and none is worse.", ""]
+    if not _blocking_steps(found):
+        return [f"**What you need to do:** nothing blocks. {' '.join(steps)}", ""]
+    return ["**What you need to do:**", "", *(f"- {step}" for step in steps), ""]
+
+
+def _names(found: Comparisons, verdict: str) -> str:
+    return ", ".join(cell.cell for cell in found.cells if cell.verdict == verdict)
+
+
+def _blocking_steps(found: Comparisons) -> list[str]:
+    steps = []
+    if names := _names(found, BROKEN_HEAD):
+        steps.append(f"*broken head*: {names} fails on head only; the faults below name the first request.")
+    elif found.arm_verdict == BROKEN_HEAD:
+        steps.append("*broken head*: a session of head ended badly; its server.log has the reason.")
+    if names := _names(found, REGRESSION):
+        steps.append(
+            f"*regression*: {names} got slower; find the cause, or say in the pull request why it is worth it."
+        )
+    if found.moves:
+        steps.append(f"*tokens moved*: {_move_words(found.moves[0])}; if that is meant, add `--expect-token-changes`.")
+    steps += [_wer_step(row) for row in found.wer if row.verdict == "WER worse"]
+    if names := _names(found, INVALID):
+        steps.append(f"*invalid*: {names} says nothing about either arm; remove the cause and measure again.")
+    if names := _names(found, BROKEN_BASE):
+        steps.append(f"*broken base*: {names} fails on base only, which is not head's fault; choose another base.")
+    elif found.arm_verdict == BROKEN_BASE:
+        steps.append("*broken base*: a session of base ended badly, which is not head's fault; measure again.")
+    return steps
+
+
+def _wer_step(row: WerComparison) -> str:
+    return f"*WER worse*: {row.cell} by {signed(row.change, 2)} points; listen to the clips that changed."
+
+
+def _move_words(move: TokenMove) -> str:
+    return f"{move.cell}, prompt `{inline(move.item)}`, step {move.step}"
+
+
+def _undecided_steps(run: RunData, found: Comparisons) -> list[str]:
+    open_cells = [cell for cell in found.cells if cell.verdict == NO_VERDICT]
+    if not open_cells:
+        return []
+    losses = [cell.loss_not_excluded for cell in open_cells if cell.loss_not_excluded is not None]
+    hides = f"could still hide a loss of up to {number(100 * max(losses), 1)} %" if losses else "can't be judged"
+    text = f"{plural(len(open_cells), 'cell')} {hides}"
+    wanted = [cell.settle_sessions for cell in open_cells if cell.settle_sessions is not None]
+    if wanted:
+        text += f"; about {max(wanted)} sessions an arm would settle {len(wanted)} of {len(open_cells)}"
+        text += _price(run, max(wanted))
+    elif losses:
+        text += f"; even {MOST_SESSIONS} sessions an arm would settle none: lower the spread first"
+    return [f"*no verdict*: {text}."]
+
+
+def _price(run: RunData, wanted: int) -> str:
+    """The minutes that more sessions cost at this run's own pace; empty when the pace is unknown."""
+    times = [
+        session.host_after["monotonic_s"] - session.host_before["monotonic_s"]
+        for session in run.sessions
+        if "monotonic_s" in session.host_before and "monotonic_s" in session.host_after
+    ]
+    more = max(2 * wanted - len(run.plan.order), 0)
+    return f" ({more} more sessions, about {number(math.ceil(median(times) * more / 60))} min)" if times else ""
+
+
+# --- faults and the primary table -----------------------------------------------------------------------------------------
+
+
+def _faults(run: RunData, found: Comparisons) -> list[str]:
+    if not found.faults:
+        return []
+    rows = [
+        f"- {fault.arm}, {fault.cell or 'whole session'}, {fault.kind}: {inline(fault.words)}" for fault in found.faults
+    ]
+    more = len(rows) - _MOST_FAULTS
+    tail = [f"- {plural(more, 'more fault')} in report.json"] if more > 0 else []
+    return ["**Faults**", "", *rows[:_MOST_FAULTS], *tail, ""]
+
+
+def metric_label(metric: str) -> str:
+    """A metric with the side it speaks of and the arrow of its better direction."""
+    arrow = {"up": " ↑", "down": " ↓", "none": ""}[METRICS[metric].better]
+    return f"{metric} (input audio){arrow}" if metric == "RTFx" else f"{metric}{arrow}"
+
+
+def verdict_words(cell: CellComparison) -> str:
+    """The verdict as printed: loud ones bold, equivalence with its width, a reason where there is no number."""
+    if cell.verdict == EQUIVALENT:
+        return f"equivalent within {number(100 * cell.floor)} %"
+    if cell.verdict in _LOUD:
+        return f"**{cell.verdict}**"
+    return f"{cell.verdict}: {inline(cell.reasons[0])}" if cell.reasons else cell.verdict
+
+
+def _primary(run: RunData, found: Comparisons) -> list[str]:
+    notes: list[str] = []
+    if found.single:
+        rows = [
+            [f"{c.cell} {metric_label(c.metric)}", listed(_raw(c.base or c.head)), verdict_words(c)]
+            for c in found.cells
+        ]
+        return [*table(("cell", "sessions", "state"), rows), *_checks(run, found)]
+    rows = [_primary_row(cell, notes) for cell in found.cells]
+    head = ("cell", "base sessions", "head sessions", "change", "95 % interval", "verdict")
+    footnotes = [*(f"{note}  " for note in notes), ""] if notes else []
+    return [*table(head, rows, right=(3,)), *footnotes, *_checks(run, found)]
+
+
+def _raw(rows: Sequence[SessionMetric]) -> list[float]:
+    return [row.value for row in rows]
+
+
+def _primary_row(cell: CellComparison, notes: list[str]) -> list[str]:
+    # An error is never a speed verdict: a broken or invalid cell shows its raw values and no change.
+    contrast = cell.contrast if cell.verdict in SPEED_VERDICTS else None
+    change = f"{signed(percent(contrast.estimate))} %" if contrast else DASH
+    bounds = DASH
+    if contrast and contrast.low is not None and contrast.high is not None:
+        bounds = interval(percent(contrast.low), percent(contrast.high))
+    sides = [_with_footnotes(cell, rows, notes) for rows in (cell.base, cell.head)]
+    return [f"{cell.cell} {metric_label(cell.metric)}", *sides, change, bounds, verdict_words(cell)]
+
+
+def _with_footnotes(cell: CellComparison, rows: Sequence[SessionMetric], notes: list[str]) -> str:
+    """Raw values; one far from its siblings gets a letter, and `notes` its sentence. Nothing is left out."""
+    words = [number(row.value) for row in rows]
+    apart = outliers(_raw(rows)) if cell.verdict in SPEED_VERDICTS else []
+    for place, distance in enumerate(apart):
+        if distance is None or len(notes) >= len(_FOOTNOTES):
+            continue
+        letter = _FOOTNOTES[len(notes)]
+        words[place] += letter
+        side = f"{number(abs(percent(distance)), 1)} % {'under' if distance < 0 else 'over'} its siblings"
+        best = f" Best against best: {signed(100 * cell.best_change)} %." if cell.best_change is not None else ""
+        notes.append(f"{letter} {cell.cell}: session {rows[place].session} lies {side}. Kept.{best}")
+    return " ".join(words) or DASH
+
+
+def outliers(raw: Sequence[float]) -> list[float | None]:
+    """For each value its log distance from its siblings' median where it stands out, else None; needs three values.
+
+    It stands out when that distance is over 3 % and over three times the siblings' own range.
+    """
+    if len(raw) < 3 or min(raw) <= 0:
+        return [None] * len(raw)
+    logs = [math.log(value) for value in raw]
+    found: list[float | None] = []
+    for place, log in enumerate(logs):
+        others = logs[:place] + logs[place + 1 :]
+        distance = log - median(others)
+        limit = max(_OUTLIER_LEAST, 3 * (max(others) - min(others)))
+        found.append(distance if abs(distance) > limit else None)
+    return found
+
+
+def _checks(run: RunData, found: Comparisons) -> list[str]:
+    """The lines under the table: requests, the identity, and how far the verdicts may be believed."""
+    issued, failed = (
+        int(sum(row.value for row in found.metrics if row.metric == name)) for name in ("issued", "failed")
+    )
+    measured = [row.session for row in found.metrics if row.metric == "gaps > 150 ms"]
+    gapped = {row.session for row in found.metrics if row.metric == "gaps > 150 ms" and row.value > 0}
+    words = [
+        f"Requests issued {number(issued)}, ok {number(issued - failed)}, failed {number(failed)}",
+        f"gaps over 150 ms in {len(gapped)} of {plural(len(set(measured)), 'session')}" if measured else "",
+        _identity(found.metrics),
+        f"stalls and recompiles: {NOT_TRACED}",
+    ]
+    lines = [" · ".join(filter(None, words)) + "  "]
+    if not found.single:
+        lines.append(
+            "Expect one false alarm in 20 such reports. Spread is learnt from this run alone (plain t interval, no store of "
+            f"base-versus-base sessions); placebo and planted runs on this machine: {NOT_TRACED}."
+        )
+    return [*lines, ""]
+
+
+def _identity(metrics: Sequence[SessionMetric]) -> str:
+    rows = [row for row in metrics if row.metric == "identity residual"]
+    if not rows:
+        return f"closed-loop identity: {NOT_TRACED}"
+    worst = max(rows, key=lambda row: abs(row.value))
+    size = f"{number(100 * abs(worst.value), 1)} %"
+    if abs(worst.value) <= IDENTITY_LIMIT:
+        return f"closed-loop identity within {size} on every row"
+    over = sum(abs(row.value) > IDENTITY_LIMIT for row in rows)
+    where = f"{worst.cell} in {worst.session}"
+    return f"closed-loop identity off by over {number(100 * IDENTITY_LIMIT)} % on {over} of {len(rows)} rows ({where}: {size})"
+
+
+# --- latency ----------------------------------------------------------------------------------------------------------------
+
+
+def _latency(run: RunData, found: Comparisons) -> list[str]:
+    names = [name for name in _LATENCIES if any(row.metric == name for row in found.metrics)]
+    if not names:
+        return []
+    arms = list(dict.fromkeys(run.plan.order)) if found.single else ["base", "head"]
+    head = ["cell", *(f"{name} {arm}" for name in names for arm in arms)]
+    rows = [
+        [cell.name, *(_latency_values(found, cell.name, name, arm) for name in names for arm in arms)]
+        for cell in run.plan.cells
+    ]
+    return ["**Latency** per session, ms (information, no verdicts)", "", *table(head, rows)]
+
+
+def _latency_values(found: Comparisons, cell: str, metric: str, arm: str) -> str:
+    raw = _raw(values(found.metrics, cell, metric, arm))
+    whole = metric.startswith("gaps")
+    return " ".join(number(value, 0 if whole or value >= 100 else 1 if value >= 10 else 2) for value in raw) or DASH
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------------
+
+
+def _tokens(run: RunData, found: Comparisons) -> list[str]:
+    if not found.greedy:
+        return []
+    groups = dict.fromkeys((pair.cell, pair.kind) for pair in found.greedy)
+    rows = [_pair_row(*group, [pair for pair in found.greedy if (pair.cell, pair.kind) == group]) for group in groups]
+    head = ("cell", "pair", "prompts exact", "steps matched", "first difference")
+    lines = ["**Tokens** (greedy, equal prompts; matched up to the first difference)", "", *table(head, rows)]
+    return lines + _moves(run, found) + _pcm(found)
+
+
+def _pair_row(cell: str, kind: str, pairs: Sequence[GreedyPair]) -> list[str]:
+    firsts = [pair.first for pair in pairs if pair.first is not None]
+    first = min(firsts, key=lambda divergence: (divergence.step, divergence.index), default=None)
+    return [
+        cell,
+        f"{kind} ({plural(len(pairs), 'pair')})",
+        f"{counted([pair.exact for pair in pairs])} of {ranged([pair.of for pair in pairs])}",
+        f"{ranged([pair.matched for pair in pairs])} of {ranged([pair.of_steps for pair in pairs])}",
+        _difference(first) if first else "none",
+    ]
+
+
+def _difference(first: Divergence) -> str:
+    why = ", one ends" if first.reason == "length" else ""
+    return f"step {first.step} of prompt `{inline(first.item)}`: {_tie(first.margin)}{why}"
+
+
+def _tie(margin: float | None) -> str:
+    if margin is None:
+        return f"margin {NOT_TRACED}"
+    return f"{'near-tie' if is_near_tie(margin) else 'hard'} (margin {number(margin, 3)})"
+
+
+def _moves(run: RunData, found: Comparisons) -> list[str]:
+    if found.single:
+        return []
+    floor = ""
+    if sum(session.arm == "base" for session in run.sessions) < 2:
+        floor = " Base ran once, so no base–base pair says what moves between its own boots."
+    if not found.moves:
+        if not any(pair.kind == "head–base" for pair in found.greedy):
+            return ["No prompt was answered by both arms, so tokens are not compared.", ""]
+        return [f"No token moved that base does not move between its own boots.{floor}", ""]
+    rows = [_move_row(move) for move in found.moves[:_MOST_MOVES]]
+    head = ("cell", "prompt", "step", "base token", "head token", "base's choice was", "head sessions")
+    more = len(found.moves) - _MOST_MOVES
+    tail = [f"{plural(more, 'more prompt')} in report.json.", ""] if more > 0 else []
+    title = f"**tokens moved** at {plural(len(found.moves), 'prompt')} where all base–base pairs agree.{floor}"
+    return [title, "", *table(head, rows, right=(2, 3, 4)), *tail]
+
+
+def _move_row(move: TokenMove) -> list[str]:
+    tokens = ["(end)" if token is None else str(token) for token in (move.base_token, move.head_token)]
+    sessions = f"{len(move.sessions)} of {move.of_sessions}"
+    return [move.cell, f"`{inline(move.item)}`", str(move.step), *tokens, _tie(move.margin), sessions]
+
+
+def _pcm(found: Comparisons) -> list[str]:
+    lines = []
+    for cell in dict.fromkeys(pair.cell for pair in found.pcm):
+        here = [pair for pair in found.pcm if pair.cell == cell]
+        kinds = {
+            kind: [pair for pair in here if pair.kind == kind] for kind in dict.fromkeys(pair.kind for pair in here)
+        }
+        words = [
+            f"{kind} {counted([pair.equal for pair in pairs])} of {ranged([pair.of for pair in pairs])}"
+            for kind, pairs in kinds.items()
+        ]
+        floor = [pair for pair in here if pair.kind == "base–base"]
+        informs = bool(floor) and all(pair.equal == pair.of for pair in floor)
+        says = "" if informs else "; base does not repeat its own bytes, so this says nothing here" if floor else ""
+        lines.append(f"PCM bytes equal, {cell}: {', '.join(words)}{says}.  ")
+    return [*lines, ""] if lines else []
+
+
+# --- words and time -----------------------------------------------------------------------------------------------------------
+
+
+def _words(run: RunData, found: Comparisons) -> list[str]:
+    if not found.wer:
+        return []
+    rows = [_wer_row(row) for row in found.wer]
+    head = ("cell", "base sessions", "head sessions", "change, points", "paired 95 % interval", "verdict")
+    notes = [f"Scorer: {SCORER}."]
+    few = [row for row in found.wer if 0 < row.blocks < FEW_BLOCKS]
+    if few:
+        notes.append(f"Only {plural(few[0].blocks, 'speaker block')}: the intervals are narrower than they should be.")
+    return ["**Words**", "", *table(head, rows, right=(3,)), " ".join(notes), ""]
+
+
+def _wer_row(row: WerComparison) -> list[str]:
+    sides = [" ".join(number(total.wer, 2) for total in totals) or DASH for totals in (row.base, row.head)]
+    name = f"{row.cell} WER % ↓ ({plural(row.clips, 'clip')})"
+    if row.verdict == "identical":
+        return [name, *sides, "0.00", DASH, "identical text, WER equal by construction"]
+    verdict = f"**{row.verdict}**" if row.verdict == "WER worse" else row.verdict
+    return [name, *sides, signed(row.change, 2), interval(row.low, row.high, 2), verdict]
+
+
+def _time(run: RunData, found: Comparisons) -> list[str]:
+    return [f"**Where the time went**: kernels {NOT_TRACED} in this run; host phases {NOT_TRACED}.", ""]

@@ -1,0 +1,167 @@
+"""The run directory: the plan, sessions, records, tables and reports of one run on disk, written so that nothing is lost.
+
+Layout: plan.json, wish.json, items.json, arms/, sessions/NN-arm/{session.json,server.log,records.jsonl}, tables/, report.md and
+report.json; interrupted/ holds what sessions left that were run again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pandas
+
+from gate.record import Item, Plan, Record, RunData, SessionInfo
+
+LEAST_FREE_BYTES = 100 * 2**20  # two trees, a tiny model and a day's records fit; less is a disk about to be full
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be used; the message names it and the fix."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory; methods read and write its files and nothing else."""
+
+    path: Path
+
+    @property
+    def report(self) -> Path:
+        """The markdown report's path."""
+        return self.path / "report.md"
+
+    def session(self, name: str) -> Path:
+        """The folder of one session, such as `sessions/01-base`."""
+        return self.path / "sessions" / name
+
+    def write_plan(self, plan: Plan, items: Mapping[str, Item]) -> None:
+        """Write plan.json and items.json, before anything is measured."""
+        _write(self.path / "plan.json", _pretty(plan))
+        _write(self.path / "items.json", _pretty(dict(sorted(items.items()))))
+
+    def write_wish(self, content: bytes) -> None:
+        """Write wish.json: what was asked, for a run that is resumed."""
+        _write(self.path / "wish.json", content)
+
+    def read_wish(self) -> bytes:
+        """The content of wish.json; RunDirError where there is none."""
+        try:
+            return (self.path / "wish.json").read_bytes()
+        except OSError as error:
+            raise RunDirError(f"{self.path / 'wish.json'} cannot be read: {error.strerror}") from error
+
+    def set_aside(self, session: str) -> None:
+        """Move what an interrupted session left to interrupted/, where it can be read but counts for nothing."""
+        folder = self.session(session)
+        if not folder.exists():
+            return
+        aside = self.path / "interrupted"
+        aside.mkdir(exist_ok=True)
+        folder.rename(aside / f"{session}-{sum(1 for _ in aside.glob(session + '-*')) + 1}")
+
+    def write_session(self, info: SessionInfo) -> None:
+        """Write a session's session.json, replacing what was there in one step."""
+        self.session(info.id).mkdir(parents=True, exist_ok=True)
+        _write(self.session(info.id) / "session.json", _pretty(info))
+
+    def append_records(self, session: str, records: Iterable[Record]) -> None:
+        """Append records to a session's records.jsonl and wait until they are on disk."""
+        text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        self.session(session).mkdir(parents=True, exist_ok=True)
+        with (self.session(session) / "records.jsonl").open("ab") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_tables(self, frames: Mapping[str, pandas.DataFrame]) -> None:
+        """Write each frame as tables/NAME.parquet and tables/NAME.csv."""
+        folder = self.path / "tables"
+        folder.mkdir(exist_ok=True)
+        for name, frame in frames.items():
+            frame.to_parquet(folder / f"{name}.parquet", index=False)
+            frame.to_csv(folder / f"{name}.csv", index=False)
+
+    def write_reports(self, markdown: str, json_text: str) -> None:
+        """Write report.md and report.json."""
+        _write(self.report, markdown.encode())
+        _write(self.path / "report.json", json_text.encode())
+
+    def load(self) -> RunData:
+        """Everything measured so far; a last line cut short by a crash is left out, any other fault is a RunDirError."""
+        plan = _read(self.path / "plan.json", Plan)
+        items = _read(self.path / "items.json", dict[str, Item])
+        folders = sorted(path.parent for path in self.path.glob("sessions/*/session.json"))
+        sessions = [_read(folder / "session.json", SessionInfo) for folder in folders]
+        records = [record for folder in folders for record in _read_records(folder / "records.jsonl")]
+        return RunData(plan=plan, sessions=sessions, records=records, items=items)
+
+
+def create(path: Path) -> RunDir:
+    """Make an empty run directory; RunDirError when it holds a run, cannot be written, or the disk is nearly full."""
+    path = path.resolve()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunDirError(f"--run {path} exists and is not an empty folder; name another one")
+    try:
+        (path / "sessions").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirError(f"--run {path} cannot be written ({error.strerror}); name another folder") from error
+    free = shutil.disk_usage(path).free
+    if free < LEAST_FREE_BYTES:
+        raise RunDirError(
+            f"--run {path} is on a disk with {free >> 20} MiB free, and a run wants {LEAST_FREE_BYTES >> 20}"
+        )
+    return RunDir(path)
+
+
+def existing(path: Path) -> RunDir:
+    """A run directory that holds a plan; RunDirError otherwise."""
+    if not (path / "plan.json").is_file():
+        raise RunDirError(
+            f"{path} holds no plan.json, so it is not a run directory; name one that `gate compare` wrote"
+        )
+    return RunDir(path.resolve())
+
+
+def _pretty(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, order="deterministic"), indent=1) + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
+    # Through a neighbour and a rename: a full disk or a crash leaves the old file, never half of the new one.
+    beside = path.with_name(path.name + ".part")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+_Value = TypeVar("_Value")
+
+
+def _read(path: Path, kind: type[_Value]) -> _Value:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise RunDirError(f"{path} is not what this gate writes: {error}") from error
+
+
+def _read_records(path: Path) -> list[Record]:
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # after the last line break: nothing, or a line that a crash cut short
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(msgspec.json.decode(line, type=Record))
+        except msgspec.MsgspecError as error:
+            raise RunDirError(f"{path}, line {number}: {error}") from error
+    return records

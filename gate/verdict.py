@@ -1,0 +1,350 @@
+"""Verdicts: what a run's numbers allow to be said, cell by cell, and the exit code that follows.
+
+An error is never a speed verdict: a cell whose evidence is faulty on one arm is broken there, on both it is invalid, and the
+speed of neither is judged. `no verdict` always carries the largest loss that it does not exclude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gate.cell import METRICS, SPEECH_TASKS, Cell
+from gate.greedy import GreedyPair, PcmPair, TokenMove, greedy_pairs, pcm_pairs, token_moves
+from gate.metrics import SessionMetric, better_is_up, is_finished, measured, session_metrics
+from gate.record import Record, RunData, SessionInfo, Thresholds
+from gate.stats import Contrast, contrast, holm, is_equivalent, percent, sessions_to_settle, smallest_detectable
+from gate.wer import WerComparison, compare_wer
+
+REGRESSION, IMPROVEMENT, EQUIVALENT, NO_VERDICT = "regression", "improvement", "equivalent", "no verdict"
+BROKEN_HEAD, BROKEN_BASE, INVALID, NEW_IN_HEAD = "broken head", "broken base", "invalid", "new in head"
+SPEED_VERDICTS = frozenset({REGRESSION, IMPROVEMENT, EQUIVALENT, NO_VERDICT})
+MEASURED = "measured"  # a run of one arm: numbers, and nothing to judge them against
+API = "generate/1"
+EXIT_OK, EXIT_WORSE, EXIT_UNDECIDED, EXIT_UNUSABLE = 0, 1, 2, 3
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Something that makes evidence unusable: `count` of `of` requests of a cell, or a whole session (cell None).
+
+    `kind`: failed, short, missing audio, server (of one arm); source, weights, throttled (of the evidence itself).
+    """
+
+    arm: str
+    session: str
+    cell: str | None
+    kind: str
+    count: int
+    of: int
+    words: str
+
+
+class CellComparison(msgspec.Struct, frozen=True):
+    """One cell's primary metric on both arms: session values by slot, the contrast, and the verdict with its reasons.
+
+    `floor`, `loss_not_excluded` (the interval's worse end, never negative), `detectable` and `best_change` (best session
+    against best) are ratios: 0.02 is 2 %.
+    """
+
+    cell: str
+    task: str
+    metric: str
+    floor: float
+    base: list[SessionMetric]
+    head: list[SessionMetric]
+    contrast: Contrast | None
+    p_holm: float | None
+    verdict: str
+    reasons: list[str]
+    loss_not_excluded: float | None = None
+    settle_sessions: int | None = None
+    detectable: float | None = None
+    best_change: float | None = None
+
+
+class Comparisons(msgspec.Struct, frozen=True):
+    """All that is derived from a run: verdicts per cell, faults, tokens, words, and the long table of metrics.
+
+    `arm_verdict` speaks about whole sessions (a server that died): broken head, broken base, invalid, or None.
+    `single` marks a run of one arm. `unfinished` names (session, cell) pairs that a stopped session did not get to.
+    """
+
+    cells: list[CellComparison]
+    faults: list[Fault]
+    arm_verdict: str | None
+    moves: list[TokenMove]
+    greedy: list[GreedyPair]
+    pcm: list[PcmPair]
+    wer: list[WerComparison]
+    metrics: list[SessionMetric]
+    unfinished: list[tuple[str, str]]
+    single: bool
+
+
+def speed_verdict(metric: str, found: Contrast | None, p_holm: float | None, limits: Thresholds) -> str:
+    """Regression, improvement, equivalent or no verdict for one metric with a direction."""
+    if found is None or p_holm is None:
+        return NO_VERDICT
+    floor, change = floor_of(metric, limits), math.expm1(found.estimate)
+    if p_holm < limits.alpha and abs(change) >= floor:
+        return IMPROVEMENT if (change > 0) == better_is_up(metric) else REGRESSION
+    return EQUIVALENT if is_equivalent(found, floor) else NO_VERDICT
+
+
+def floor_of(metric: str, limits: Thresholds) -> float:
+    """The practical floor of a metric: the plan's, else the registry's, else nothing."""
+    return limits.floor.get(metric, METRICS[metric].floor or 0.0)
+
+
+def compare(run: RunData) -> Comparisons:
+    """Everything that a run's records say; the same run gives an equal value."""
+    metrics, faults = session_metrics(run), find_faults(run)
+    single = len(set(run.plan.order)) < 2
+    contrasts = {cell.name: _contrast(cell, metrics, run.plan.thresholds) for cell in run.plan.cells}
+    standing = {cell.name: _standing(run, cell, faults, single) for cell in run.plan.cells}
+    tested = {
+        name: found.p
+        for name, found in contrasts.items()
+        if found is not None and found.p is not None and standing[name][0] is None
+    }
+    adjusted = holm(tested)
+    return Comparisons(
+        cells=[
+            _cell_comparison(run, cell, metrics, contrasts[cell.name], adjusted, standing[cell.name])
+            for cell in run.plan.cells
+        ],
+        faults=faults,
+        arm_verdict=_arm_verdict(faults),
+        moves=[] if single else token_moves(run),
+        greedy=greedy_pairs(run),
+        pcm=pcm_pairs(run),
+        wer=compare_wer(run),
+        metrics=metrics,
+        unfinished=_unfinished(run),
+        single=single,
+    )
+
+
+def values(metrics: Sequence[SessionMetric], cell: str, metric: str, arm: str) -> list[SessionMetric]:
+    """One arm's session values of a metric in a cell, by slot."""
+    return [row for row in metrics if row.cell == cell and row.metric == metric and row.arm == arm]
+
+
+def _contrast(cell: Cell, metrics: Sequence[SessionMetric], limits: Thresholds) -> Contrast | None:
+    base, head = ([row.value for row in values(metrics, cell.name, cell.primary, arm)] for arm in ("base", "head"))
+    return contrast(base, head, limits.s_min, limits.alpha)
+
+
+def _unfinished(run: RunData) -> list[tuple[str, str]]:
+    return [
+        (session.id, cell.name)
+        for session in sorted(run.sessions, key=lambda session: session.slot)
+        for cell in run.plan.cells
+        if not is_finished(run, cell, measured(run.records, session.id, cell.name))
+    ]
+
+
+def _cell_comparison(
+    run: RunData,
+    cell: Cell,
+    metrics: Sequence[SessionMetric],
+    found: Contrast | None,
+    adjusted: Mapping[str, float],
+    standing: tuple[str | None, list[str]],
+) -> CellComparison:
+    limits = run.plan.thresholds
+    base, head = (values(metrics, cell.name, cell.primary, arm) for arm in ("base", "head"))
+    verdict, reasons = standing
+    if verdict is None:
+        verdict = speed_verdict(cell.primary, found, adjusted.get(cell.name), limits)
+        reasons = reasons or _too_few(base, head)
+    plain = CellComparison(
+        cell=cell.name,
+        task=cell.task,
+        metric=cell.primary,
+        floor=floor_of(cell.primary, limits),
+        base=base,
+        head=head,
+        contrast=found,
+        p_holm=adjusted.get(cell.name),
+        verdict=verdict,
+        reasons=reasons,
+        best_change=_best_change(cell.primary, base, head),
+    )
+    return (
+        plain if found is None or verdict not in SPEED_VERDICTS else _with_outlook(plain, found, limits, len(adjusted))
+    )
+
+
+def _with_outlook(plain: CellComparison, found: Contrast, limits: Thresholds, cells: int) -> CellComparison:
+    """Add what the interval leaves open, and what more sessions would give at the strictest of Holm's levels."""
+    alpha = limits.alpha / max(cells, 1)
+    undecided = plain.verdict == NO_VERDICT and found.df > 0
+    return msgspec.structs.replace(
+        plain,
+        loss_not_excluded=_worst(plain.metric, found),
+        settle_sessions=sessions_to_settle(found, plain.floor, alpha) if undecided else None,
+        detectable=smallest_detectable(found, plain.floor, alpha),
+    )
+
+
+def _worst(metric: str, found: Contrast) -> float | None:
+    if found.low is None or found.high is None:
+        return None
+    loss = -math.expm1(found.low) if better_is_up(metric) else math.expm1(found.high)
+    return max(loss, 0.0)
+
+
+def _best_change(metric: str, base: Sequence[SessionMetric], head: Sequence[SessionMetric]) -> float | None:
+    best = max if better_is_up(metric) else min
+    if not base or not head or best(row.value for row in base) <= 0:
+        return None
+    return best(row.value for row in head) / best(row.value for row in base) - 1
+
+
+def _too_few(base: Sequence[SessionMetric], head: Sequence[SessionMetric]) -> list[str]:
+    missing = [arm for arm, rows in (("base", base), ("head", head)) if not rows]
+    if missing:
+        return [f"no finished session of {' and '.join(missing)}"]
+    if len(base) + len(head) < 3:
+        return ["one session an arm has no spread to judge by"]
+    return []
+
+
+def _standing(run: RunData, cell: Cell, faults: Sequence[Fault], single: bool) -> tuple[str | None, list[str]]:
+    """The verdict that stands before any statistics, with its reasons; None when the speed may be judged."""
+    evidence = [fault.words for fault in faults if fault.kind in _EVIDENCE_KINDS]
+    if evidence:
+        return INVALID, evidence
+    if _serves(run, cell, "base") is False and _serves(run, cell, "head"):
+        return NEW_IN_HEAD, ["base's /info does not list it"]
+    here = [fault for fault in faults if fault.cell == cell.name]
+    arms = {fault.arm for fault in here}
+    reasons = [fault.words for fault in here]
+    if _serves(run, cell, "head") is False and _serves(run, cell, "base"):
+        return BROKEN_HEAD, [f"head's /info no longer lists {cell.task}", *reasons]
+    if single:
+        return (INVALID if arms else MEASURED), reasons
+    if not arms:
+        return None, []
+    if len(arms) > 1:
+        return INVALID, ["both arms failed", *reasons]
+    return (BROKEN_HEAD if arms == {"head"} else BROKEN_BASE), reasons
+
+
+def _serves(run: RunData, cell: Cell, arm: str) -> bool | None:
+    """Whether an arm's /info lists the cell's task and our interface; None when no session of it told."""
+    infos = [session.info for session in run.sessions if session.arm == arm and "tasks" in session.info]
+    if not infos:
+        return None
+    return all(cell.task in info["tasks"] and API in info.get("api", [API]) for info in infos)
+
+
+_EVIDENCE_KINDS = frozenset({"source", "weights", "throttled"})
+
+
+def _arm_verdict(faults: Sequence[Fault]) -> str | None:
+    if any(fault.kind in _EVIDENCE_KINDS for fault in faults):
+        return INVALID
+    arms = {fault.arm for fault in faults if fault.kind == "server"}
+    if not arms:
+        return None
+    return INVALID if len(arms) > 1 else BROKEN_HEAD if arms == {"head"} else BROKEN_BASE
+
+
+def find_faults(run: RunData) -> list[Fault]:
+    """Every fault of a run, by slot and cell."""
+    faults: list[Fault] = []
+    for session in sorted(run.sessions, key=lambda session: session.slot):
+        faults += _session_faults(run, session)
+        for cell in run.plan.cells:
+            faults += _cell_faults(session, cell, measured(run.records, session.id, cell.name))
+    return faults
+
+
+def _session_faults(run: RunData, session: SessionInfo) -> list[Fault]:
+    def fault(kind: str, words: str) -> Fault:
+        return Fault(session.arm, session.id, None, kind, 1, 1, words)
+
+    arm = next((arm for arm in run.plan.arms if arm.name == session.arm), run.plan.arms[0])
+    found = []
+    if session.source_digest and session.source_digest != arm.source_digest:
+        served, asked = session.source_digest[:12], arm.source_digest[:12]
+        found.append(fault("source", f"{session.id} served source {served}, the plan's tree is {asked}"))
+    if session.weights_digest and session.weights_digest != run.plan.model_digest:
+        loaded, asked = session.weights_digest[:12], run.plan.model_digest[:12]
+        found.append(fault("weights", f"{session.id} loaded weights {loaded}, the plan names {asked}"))
+    share = throttled_share(session)
+    if share is not None and share > run.plan.thresholds.throttled:
+        limit = percent(math.log1p(run.plan.thresholds.throttled))
+        found.append(
+            fault(
+                "throttled",
+                f"{session.id} was held back by its CPU quota {share:.0%} of the time (limit {limit:.0f} %)",
+            )
+        )
+    found += [fault("server", f"{session.id}: {(problem.splitlines() or [''])[0]}") for problem in session.problems]
+    return found
+
+
+def throttled_share(session: SessionInfo) -> float | None:
+    """The share of a session's core time that a CPU quota took; None when the machine records don't tell."""
+    before, after = session.host_before, session.host_after
+    keys = ("throttled_s", "monotonic_s")
+    if not all(isinstance(host.get(key), int | float) for host in (before, after) for key in keys):
+        return None
+    elapsed = after["monotonic_s"] - before["monotonic_s"]
+    cores = len(before.get("cores_allowed") or [0])  # the count adds up over cores
+    return float(after["throttled_s"] - before["throttled_s"]) / (elapsed * cores) if elapsed > 0 else None
+
+
+def _cell_faults(session: SessionInfo, cell: Cell, records: Sequence[Record]) -> list[Fault]:
+    kinds: dict[str, list[tuple[Record, str]]] = {}
+    for record in records:
+        wrong = _wrong(cell, record)
+        if wrong is not None:
+            kinds.setdefault(wrong[0], []).append((record, wrong[1]))
+    return [
+        Fault(
+            arm=session.arm,
+            session=session.id,
+            cell=cell.name,
+            kind=kind,
+            count=len(found),
+            of=len(records),
+            words=f"{session.id}: {len(found)} of {len(records)} requests {_SAYS[kind]} "
+            f"(first: request {found[0][0].index}, {found[0][0].item}: {found[0][1]})",
+        )
+        for kind, found in kinds.items()
+    ]
+
+
+_SAYS = {"failed": "failed", "short": "gave short output", "missing audio": "gave no audio"}
+
+
+def _wrong(cell: Cell, record: Record) -> tuple[str, str] | None:
+    """What makes a measured record unusable: its kind and a phrase; None for a sound one."""
+    if not record.ok:
+        return "failed", (record.error or "no reason given").splitlines()[0]
+    if cell.task in SPEECH_TASKS and record.pcm_samples == 0:
+        return "missing audio", "no PCM sample arrived"
+    if record.completion_tokens < 1:
+        return "short", "no token"
+    if cell.ignore_eos and record.completion_tokens < cell.max_tokens:
+        return "short", f"{record.completion_tokens} of {cell.max_tokens} tokens with ignore_eos"
+    if cell.ignore_eos and cell.max_frames is not None and record.audio_finish_reason == "stop":
+        return "short", "speech ended by itself under ignore_eos"
+    return None
+
+
+def exit_code(comparisons: Comparisons, expect_token_changes: bool) -> int:
+    """0 nothing against it · 1 worse, broken head or tokens moved · 3 unusable evidence · 2 a cell without a verdict."""
+    verdicts = {cell.verdict for cell in comparisons.cells} | {comparisons.arm_verdict}
+    worse = bool(verdicts & {REGRESSION, BROKEN_HEAD}) or any(row.verdict == "WER worse" for row in comparisons.wer)
+    if worse or (comparisons.moves and not expect_token_changes):
+        return EXIT_WORSE
+    if verdicts & {INVALID, BROKEN_BASE}:
+        return EXIT_UNUSABLE
+    return EXIT_UNDECIDED if NO_VERDICT in verdicts else EXIT_OK

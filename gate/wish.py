@@ -1,0 +1,220 @@
+"""A Wish: what the command line asked of a run, and the plan it becomes once the arms are laid out.
+
+Not here: writing the plan (gate/rundir.py) and carrying it out (gate/run.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from gate.arm import Arm, ArmChoice, resolve, weights_digest
+from gate.cell import Cell
+from gate.client import Limits
+from gate.host import available_cores
+from gate.order import session_order
+from gate.record import Plan, Thresholds
+from gate.workload import (
+    Workload,
+    WorkloadError,
+    default_root,
+    librispeech_from_hub,
+    load_cells,
+    load_clips,
+    load_librispeech,
+    load_prompts,
+    workload_hash,
+)
+
+EXPECT_FLAG = "--expect-token-changes"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asked of a run; one arm only for `gate run`."""
+
+    choices: tuple[ArmChoice, ...]
+    repository: Path
+    run_dir: Path
+    set_name: str = "quick"
+    cells: tuple[str, ...] = ()
+    sessions: int = 3
+    seed: int = 0
+    model: Path | None = None
+    librispeech: str | None = None
+    keep: bool = False
+    device: str = "cpu"
+    expect_token_changes: bool = False
+    workloads: Path = field(default_factory=default_root)
+    limits: Limits = field(default_factory=Limits)
+    boot_s: float = 300.0
+    command: str = ""  # what to type for this run again; empty: made from the rest
+
+
+def check(wish: Wish) -> None:
+    """Find everything a wish names before anything is written; the errors are those of making it."""
+    for choice in wish.choices:
+        resolve(choice, wish.repository)
+    chosen_cells(wish)
+    if wish.model is not None:
+        weights_digest(wish.model)
+    if wish.librispeech not in (None, "hub"):
+        load_librispeech(Path(str(wish.librispeech)))
+
+
+def chosen_cells(wish: Wish) -> list[Cell]:
+    """The cells of the set, or those named by --cells; a WorkloadError names what does not exist and what does."""
+    sets = load_cells(wish.workloads)
+    if wish.set_name not in sets:
+        raise WorkloadError(f"--set {wish.set_name!r} does not exist; there are {', '.join(sorted(sets))}")
+    known = {cell.name: cell for cell in sets[wish.set_name].cells}
+    elsewhere = {cell.name: cell for cells in sets.values() for cell in cells.cells}
+    for name in wish.cells:
+        if name not in elsewhere:
+            raise WorkloadError(f"--cells {name!r} does not exist; there are {', '.join(sorted(elsewhere))}")
+    return [known.get(name, elsewhere[name]) for name in wish.cells] or list(known.values())
+
+
+def load_workloads(wish: Wish, cells: Sequence[Cell], target: Path) -> tuple[list[Cell], dict[str, Workload]]:
+    """The workloads the cells need, and the cells bent to LibriSpeech where that was asked for; `target` takes downloads."""
+    if wish.librispeech is None:
+        loaders = {"prompts": load_prompts, "clips": load_clips}
+        absent = next((cell for cell in cells if cell.workload not in loaders), None)
+        if absent is not None:
+            raise WorkloadError(
+                f"{absent.name} of --set {wish.set_name} runs on LibriSpeech: add --librispeech PATH or hub"
+            )
+        return list(cells), {name: loaders[name](wish.workloads) for name in dict.fromkeys(c.workload for c in cells)}
+    if wish.librispeech == "hub":
+        speech = librispeech_from_hub(target / "librispeech")
+    else:
+        speech = load_librispeech(Path(wish.librispeech))
+    bent = [_on_librispeech(cell, len(speech.items)) for cell in cells]
+    found = {"librispeech": speech} if any(cell.workload == "librispeech" for cell in bent) else {}
+    if any(cell.workload == "prompts" for cell in bent):
+        found["prompts"] = load_prompts(wish.workloads)
+    return bent, found
+
+
+def _on_librispeech(cell: Cell, clips: int) -> Cell:
+    if cell.task == "A2T":  # every clip, so that the WER is that of the whole set
+        return msgspec.structs.replace(cell, workload="librispeech", requests=clips)
+    return msgspec.structs.replace(cell, workload="librispeech") if cell.task == "A2S" else cell
+
+
+def make_plan(wish: Wish, arms: Sequence[Arm], cells: list[Cell], workloads: dict[str, Workload], model: Path) -> Plan:
+    """The plan of a run; with one arm, both places of `arms` hold it and the order names it alone."""
+    infos = (arms[0].info, arms[-1].info)
+    names = [arm.info.name for arm in arms]
+    order = session_order(wish.sessions, wish.seed) if len(names) == 2 else names * wish.sessions
+    return Plan(
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        arms=infos,
+        cells=cells,
+        set_name=wish.set_name,
+        sessions_per_arm=wish.sessions,
+        order=order,
+        seed=wish.seed,
+        thresholds=Thresholds(),
+        model_path=str(model),
+        model_digest=weights_digest(model),
+        workload_hash=workload_hash(workloads.values()),
+        workload_counts={workload.name: len(workload.items) for workload in workloads.values()},
+        workload_labels={workload.name: workload.label for workload in workloads.values()},
+        device=wish.device,
+        command=command_line(wish),
+        cores=available_cores().sentence(),
+        gate_version=gate_version(),
+    )
+
+
+def gate_version() -> str:
+    """The version of the gate that runs, or "checkout" where the distribution is not installed."""
+    try:
+        return importlib.metadata.version("walkgate")
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"
+
+
+def command_line(wish: Wish) -> str:
+    """The `gate` command that asks for this run again."""
+    if wish.command:
+        return wish.command
+    words = ["gate", "compare" if len(wish.choices) == 2 else "run"]
+    prefix = "--{}-" if len(wish.choices) == 2 else "--"
+    for choice in wish.choices:
+        option = prefix.format(choice.name)
+        words += [f"{option}dir", str(choice.directory)] if choice.directory is not None else [choice.ref]
+        words += [f"{option}args", shlex.join(choice.args)] if choice.args else []
+        words += [word for key, value in choice.env for word in (f"{option}env", f"{key}={value}")]
+    words += ["--set", wish.set_name, "--sessions", str(wish.sessions), "--seed", str(wish.seed)]
+    words += ["--cells", ",".join(wish.cells)] if wish.cells else []
+    words += ["--model", str(wish.model)] if wish.model is not None else []
+    words += ["--librispeech", wish.librispeech] if wish.librispeech is not None else []
+    words += ["--workloads", str(wish.workloads)] if wish.workloads != default_root() else []
+    words += ["--device", wish.device] if wish.device != "cpu" else []
+    words += [EXPECT_FLAG] if wish.expect_token_changes else []
+    return shlex.join(words)
+
+
+def price(plan: Plan) -> str:
+    """What carrying out a plan will cost, in counts that are known beforehand."""
+    sessions = len(plan.order)
+    measured = sum(cell.requests for cell in plan.cells)
+    warm = sum(cell.warm_waves * cell.concurrency for cell in plan.cells)
+    tokens = sum((cell.requests + cell.warm_waves * cell.concurrency) * cell.max_tokens for cell in plan.cells)
+    return (
+        f"price: {sessions} server boots ({' '.join(plan.order)}), each with {len(plan.cells)} cells, {measured} requests "
+        f"measured and {warm} in warm waves, at most {tokens} tokens; {sessions * measured} measured requests in all"
+    )
+
+
+def encode(wish: Wish) -> bytes:
+    """A wish as JSON, its paths absolute: a run may be resumed from another folder."""
+    choices = tuple(
+        replace(choice, directory=choice.directory and choice.directory.resolve()) for choice in wish.choices
+    )
+    spoken = wish.librispeech
+    if spoken not in (None, "hub"):
+        spoken = str(Path(str(spoken)).resolve())
+    whole = replace(
+        wish,
+        choices=choices,
+        repository=wish.repository.resolve(),
+        model=wish.model and wish.model.resolve(),
+        librispeech=spoken,
+        workloads=wish.workloads.resolve(),
+    )
+    return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=1) + b"\n"
+
+
+def decode(content: bytes) -> Wish:
+    """The wish that `encode` wrote; ValueError otherwise."""
+    return msgspec.json.decode(content, type=Wish, dec_hook=lambda kind, value: kind(value))
+
+
+def pinned_to(wish: Wish, plan: Plan) -> Wish:
+    """A wish whose commits and model are those of its plan: `HEAD` may have moved since."""
+    arms = {arm.name: arm for arm in plan.arms}
+    choices = tuple(
+        replace(choice, ref=arms[choice.name].commit or choice.ref) if arms[choice.name].kind == "commit" else choice
+        for choice in wish.choices
+    )
+    return replace(wish, choices=choices, model=Path(plan.model_path))
+
+
+def differences(plan: Plan, other: Plan) -> list[str]:
+    """What of a plan's evidence is another in `other`: sources, weights, workload, cells or order."""
+    found = [
+        f"the source of {arm.name}"
+        for arm, now in zip(plan.arms, other.arms, strict=True)
+        if arm.source_digest != now.source_digest
+    ]
+    parts = {"model_digest": "the weights", "workload_hash": "the workload", "cells": "the cells", "order": "the order"}
+    return found + [words for name, words in parts.items() if getattr(plan, name) != getattr(other, name)]

@@ -1,0 +1,178 @@
+"""Arms: found, laid out, digested, and cleaned up."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gate.arm import (
+    ArmChoice,
+    ArmError,
+    dependency_table,
+    laid_out,
+    make_model,
+    parse_env,
+    resolve,
+    source_digest,
+    weights_digest,
+)
+from tests.gate.trees import make_repository, make_tree, run_git
+
+
+def test_the_source_digest_covers_source_files_by_path_and_nothing_else(tmp_path: Path) -> None:
+    package = tmp_path / "engine"
+    (package / "kernels" / "__pycache__").mkdir(parents=True)
+    (package / "b.py").write_bytes(b"two")
+    (package / "kernels" / "a.json").write_bytes(b"one")
+    (package / "notes.txt").write_bytes(b"not source")
+    (package / "kernels" / "__pycache__" / "a.py").write_bytes(b"cached")
+    assert source_digest(tmp_path) == hashlib.sha256(b"b.py\0two\0kernels/a.json\0one\0").hexdigest()
+
+
+def test_the_weights_digest_covers_the_files_directly_in_the_folder_by_name(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(b"weights")
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "ignored").write_bytes(b"x")
+    parts = (
+        b"config.json\0" + hashlib.sha256(b"{}").digest() + b"\0w.bin\0" + hashlib.sha256(b"weights").digest() + b"\0"
+    )
+    assert weights_digest(tmp_path) == hashlib.sha256(parts).hexdigest()
+
+
+def test_two_refs_of_one_commit_become_two_clean_worktrees_that_go_again(tmp_path: Path) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    (repo / "engine" / "behaviour.json").write_text("dirty")
+    choices = (ArmChoice("base", "HEAD"), ArmChoice("head", "main"))
+    with laid_out(choices, repo, tmp_path / "run", keep=False) as (base, head):
+        assert (base.tree, head.tree) == (tmp_path / "run/arms/base", tmp_path / "run/arms/head")
+        assert base.info.source_digest == head.info.source_digest != source_digest(repo)
+        assert base.info.kind == "commit" and not base.info.dirty
+        assert base.info.commit == run_git(repo, "rev-parse", "HEAD")
+    assert run_git(repo, "worktree", "list").count("\n") == 0
+    assert not (tmp_path / "run/arms/base").exists()
+
+
+def test_worktrees_go_also_when_the_run_is_interrupted(tmp_path: Path) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    with pytest.raises(KeyboardInterrupt), laid_out((ArmChoice("base", "HEAD"),), repo, tmp_path / "run", keep=False):
+        raise KeyboardInterrupt
+    assert run_git(repo, "worktree", "list").count("\n") == 0
+
+
+def test_keep_leaves_the_worktree(tmp_path: Path) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    with laid_out((ArmChoice("base", "HEAD"),), repo, tmp_path / "run", keep=True):
+        pass
+    assert (tmp_path / "run/arms/base/engine").is_dir()
+    assert str(tmp_path / "run/arms/base") in run_git(repo, "worktree", "list")
+
+
+def test_a_worktree_works_in_a_clone_of_depth_one(tmp_path: Path) -> None:
+    repo = make_repository(tmp_path / "repo", {"tokens": 1}, {"tokens": 2})
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{repo}", str(tmp_path / "shallow")], check=True)
+    with laid_out((ArmChoice("head", "HEAD"),), tmp_path / "shallow", tmp_path / "run", keep=False) as (arm,):
+        assert arm.info.source_digest == source_digest(repo)
+    with pytest.raises(ArmError, match=r"base 'HEAD~1' is neither a commit .* nor a folder \(the clone is shallow"):
+        resolve(ArmChoice("base", "HEAD~1"), tmp_path / "shallow")
+
+
+def test_a_dot_is_a_copy_of_tracked_and_untracked_files_without_ignored_ones_and_without_the_run(
+    tmp_path: Path,
+) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    (repo / "engine" / "new.py").write_text("untracked = 1\n")
+    (repo / "engine" / "__init__.py").unlink()
+    (repo / "runs").mkdir()
+    (repo / "runs" / "ignored").write_text("x")
+    run_dir = repo / "here"
+    with laid_out((ArmChoice("head", "."),), repo, run_dir, keep=False) as (arm,):
+        copied = {path.relative_to(arm.tree).as_posix() for path in arm.tree.rglob("*") if path.is_file()}
+        info = arm.info
+    assert copied == {
+        ".gitignore",
+        "engine/behaviour.json",
+        "engine/new.py",
+        "engine/server/__init__.py",
+        "engine/server/cli.py",
+    }
+    assert (info.kind, info.dirty, info.commit) == ("snapshot", True, run_git(repo, "rev-parse", "HEAD"))
+
+
+def test_a_folder_needs_no_history_and_is_used_in_place(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "tree")
+    by_option = ArmChoice("base", "", directory=tree, args=("--disable", "plan_cache"), env=(("A", "1"),))
+    by_name = ArmChoice("head", str(tree))
+    with laid_out((by_option, by_name), tmp_path, tmp_path / "run", keep=False) as arms:
+        assert [arm.tree for arm in arms] == [tree, tree]
+        assert [arm.info.kind for arm in arms] == ["directory", "directory"]
+        assert arms[0].info.commit is None
+        assert (arms[0].info.args, arms[0].info.env) == (["--disable", "plan_cache"], {"A": "1"})
+    assert tree.is_dir()
+
+
+def test_the_environment_puts_the_tree_first_and_drops_what_would_import_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    tree = make_tree(tmp_path / "tree")
+    choice = ArmChoice("base", str(tree), env=(("PYTHONPATH", "/extra"), ("B", "2")))
+    with laid_out((choice,), tmp_path, tmp_path / "run", keep=False) as (arm,):
+        environment = arm.environment()
+        command = arm.command("serve", "model")
+    assert environment["PYTHONPATH"] == f"{tree}:/extra"
+    assert "PYTHONSAFEPATH" not in environment
+    assert environment["B"] == "2"
+    assert environment["TRITON_CACHE_DIR"] == str(tmp_path / "run/caches/base/triton")
+    assert command[1:] == ["-m", "engine.server.cli", "serve", "model"]
+
+
+@pytest.mark.parametrize("ref", ["no-such-branch", "--help", "-C", "/no/such/folder"])
+def test_a_ref_that_names_nothing_is_one_sentence(tmp_path: Path, ref: str) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    with pytest.raises(ArmError) as caught:
+        resolve(ArmChoice("base", ref), repo)
+    assert str(caught.value) == f"base {ref!r} is neither a commit of {repo} nor a folder"
+
+
+def test_a_folder_without_an_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArmError, match=r"head folder .* holds no engine/ package"):
+        resolve(ArmChoice("head", "", directory=tmp_path), tmp_path)
+
+
+def test_environment_words_are_name_and_value() -> None:
+    assert parse_env(["A=1", "B=x=y", "C="], "--base-env") == (("A", "1"), ("B", "x=y"), ("C", ""))
+    with pytest.raises(ArmError, match="--base-env 'A' is not of the form NAME=VALUE"):
+        parse_env(["A"], "--base-env")
+
+
+def test_dependency_tables_are_equal_whatever_their_order_and_spacing(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["Torch >=2.11, <2.15", "aiohttp"]\n')
+    assert dependency_table(tmp_path) == ("aiohttp", "torch<2.15,>=2.11")
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["aiohttp", "torch<2.15,>=2.11"]\n')
+    assert dependency_table(tmp_path) == ("aiohttp", "torch<2.15,>=2.11")
+
+
+def test_an_arm_that_declares_other_dependencies_gets_an_environment_of_its_own_and_says_so(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "tree")
+    (tree / "pyproject.toml").write_text("[project]\ndependencies = []\n")
+    said: list[str] = []
+    with laid_out((ArmChoice("head", str(tree)),), tmp_path, tmp_path / "run", keep=False, say=said.append) as (arm,):
+        assert arm.python == str(tmp_path / "run/venvs/head/bin/python")
+        where = subprocess.run([arm.python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True)
+    assert where.stdout.strip() == str(tmp_path / "run/venvs/head")
+    told = "head declares other dependencies than this gate's own; installing 0 packages into "
+    assert said == [f"{told}{tmp_path / 'run/venvs/head'}"]
+
+
+def test_the_model_is_made_by_the_arms_own_tiny_command(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "tree")
+    with laid_out((ArmChoice("base", str(tree)),), tmp_path, tmp_path / "run", keep=False) as (arm,):
+        folder = make_model(arm, tmp_path / "model")
+        assert (folder / "model.safetensors").read_bytes() == bytes(range(256))
+        with pytest.raises(ArmError, match=r"`omni tiny` of base failed .*FileExistsError"):
+            make_model(arm, tmp_path / "model")

@@ -1,0 +1,254 @@
+"""The command line: exit codes, one-sentence errors, interruption, and what is printed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner, Result
+
+from gate.cli import app, first_part
+from gate.plant import CHOOSE, LAUNCH
+from gate.rundir import RunDir
+from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of two equal commits as working folder, with `../workloads` beside it."""
+    make_workloads(tmp_path / "workloads")
+    monkeypatch.chdir(make_repository(tmp_path / "repo", {}, {}))
+    return tmp_path
+
+
+def quick(*words: str) -> list[str]:
+    return [*words, "--workloads", "../workloads", "--sessions", "1", "--cells", "T2T@2"]
+
+
+def test_compare_prints_the_reports_path_headline_and_first_table_and_report_says_the_same(place: Path) -> None:
+    done = call("compare", "HEAD~1", "HEAD", *quick("--run", "../run"))
+    assert done.exit_code in (0, 2), done.output
+    report = place / "run" / "report.md"
+    assert f"report: {report}" in done.stdout
+    assert first_part(report.read_text()) in done.stdout
+    assert "| T2T@2" in done.stdout
+    assert "price: 2 server boots" in done.stderr
+    before = report.read_bytes()
+    report.unlink()
+    again = call("report", "../run")
+    assert (again.exit_code, report.read_bytes()) == (done.exit_code, before)
+
+
+def test_the_run_directory_is_named_by_time_and_arms(place: Path) -> None:
+    assert call("plan", "HEAD~1", ".", *quick()).exit_code == 0
+    (folder,) = (place / "repo" / "runs").iterdir()
+    assert folder.name[8] == "T" and folder.name.endswith("Z-plan-HEAD~1-tree")
+
+
+def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
+    text = "### all well\n\nwords\n\n| a |\n|---|\n| 1 |\n\n| second |\n"
+    assert first_part(text) == "### all well\n\n| a |\n|---|\n| 1 |"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare", "no-such", "HEAD"], "gate: base 'no-such' is neither a commit of"),
+        (["compare", "HEAD"], "1 arms are named by BASE and HEAD where 2 are wanted"),
+        (["compare", "HEAD", "HEAD", "--base-dir", "."], "2 arms are named by BASE and HEAD where 1 are wanted"),
+        (["compare", "HEAD", "HEAD", "--set", "fast"], "--set 'fast' does not exist; there are demo, quick"),
+        (["compare", "HEAD", "HEAD", "--cells", "X@1"], "--cells 'X@1' does not exist"),
+        (["compare", "HEAD", "HEAD", "--model", "nowhere"], "nowhere is not a folder"),
+        (
+            ["compare", "HEAD", "HEAD", "--set", "demo", "--librispeech", "/no/where"],
+            "--librispeech /no/where is not a folder",
+        ),
+        (["compare", "HEAD", "HEAD", "--head-dir", "engine/server"], "2 arms are named"),
+        (["compare", "HEAD", "--head-dir", "engine/server"], "holds no engine/ package"),
+        (["compare", "HEAD", "HEAD", "--base-env", "X"], "--base-env 'X' is not of the form NAME=VALUE"),
+        (["compare", "HEAD", "HEAD", "--head-args", "'"], "is not quoted as a shell wants it"),
+        (["compare", "HEAD", "HEAD", "--run", "."], "exists and is not an empty folder"),
+        (["compare", "HEAD", "HEAD", "--sessions", "0"], "Invalid value for '--sessions'"),
+        (["compare", "HEAD", "HEAD", "--colour", "red"], "No such option"),
+        (["compere"], "No such command"),
+        (["report", "nowhere"], "holds no plan.json"),
+        (["run", "no-such"], "base 'no-such' is neither a commit"),
+        (["plant", "melt", "."], "KIND 'melt' does not exist; there are slow, flip, raise"),
+        (["plant", "slow", "."], "engine/lane.py does not exist"),
+    ],
+)
+def test_a_usage_error_is_a_sentence_and_64(place: Path, words: list[str], told: str) -> None:
+    own = ["--workloads", "../workloads"] if words[0] == "compare" else []
+    done = call(*words, *own)
+    assert done.exit_code == 64, done.output
+    assert told in done.output
+    assert "Traceback" not in done.output
+    assert not (place / "repo" / "runs").exists()
+
+
+def test_the_process_itself_ends_with_64_on_a_usage_error() -> None:
+    done = subprocess.run([sys.executable, "-m", "gate", "compare", "--what"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 64 and "No such option" in done.stderr
+
+
+def test_every_command_has_help_with_what_it_does() -> None:
+    for name in ("compare", "plan", "run", "report", "plant", "demo"):
+        done = call(name, "--help")
+        assert done.exit_code == 0 and "Usage" in done.output
+    assert "gate compare main HEAD" in call("compare", "--help").output
+
+
+def test_a_refused_server_is_a_sentence_and_3(place: Path) -> None:
+    other = make_tree(place / "other", source_digest="f" * 64)
+    done = call("compare", "HEAD", *quick("--head-dir", str(other), "--seed", "1"))
+    assert done.exit_code == 3
+    assert "gate: refused: head: the server runs source ffffffffffff" in done.stderr
+
+
+def test_moved_tokens_are_1_and_expected_ones_are_not_also_for_report(place: Path) -> None:
+    flipped = make_tree(place / "flipped", flip={"marker": "number", "step": 5})
+    words = [
+        "compare",
+        "HEAD",
+        "--head-dir",
+        str(flipped),
+        "--workloads",
+        "../workloads",
+        "--sessions",
+        "2",
+        "--cells",
+        "T2T@1",
+    ]
+    assert call(*words, "--run", "../one").exit_code == 1
+    expected = call(*words, "--run", "../two", "--expect-token-changes")
+    assert expected.exit_code in (0, 2), expected.output
+    assert call("report", "../two").exit_code == expected.exit_code
+    assert call("report", "../one").exit_code == 1
+
+
+def test_run_measures_one_arm_and_prints_its_metrics(place: Path) -> None:
+    done = call("run", "HEAD", *quick("--run", "../one"))
+    assert done.exit_code == 0, done.output
+    assert "| cell | metric | 01-base |" in done.stdout
+    assert "| T2T@2 | failed (requests) | 0 |" in done.stdout
+
+
+def test_a_run_stopped_in_time_goes_on_with_resume(place: Path) -> None:
+    stopped = call("compare", "HEAD~1", "HEAD", *quick("--run", "../run", "--stop-after", "0s"))
+    assert f"stopped by --stop-after; the rest: gate compare --resume {place / 'run'}" in stopped.stderr
+    assert stopped.exit_code == 2, stopped.output
+    resumed = call("compare", "--resume", "../run")
+    assert resumed.exit_code in (0, 2), resumed.output
+    assert "Requests issued 8, ok 8" in (place / "run" / "report.md").read_text()
+    both = call("compare", "HEAD", "--resume", "../run")
+    assert both.exit_code == 64 and "--resume takes its arms from the run" in both.output
+    assert call("compare", "HEAD", "HEAD", "--stop-after", "soon").exit_code == 64
+
+
+def test_a_full_disk_is_a_sentence_that_says_what_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "records.jsonl")
+
+    monkeypatch.setattr(RunDir, "append_records", full)
+    done = call("compare", "HEAD", "HEAD", *quick("--run", "../run"))
+    assert done.exit_code == 3
+    assert "gate: the disk is full: records.jsonl; what was measured is kept: gate report ../run" in done.stderr
+    assert run_git(place / "repo", "worktree", "list").count("\n") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_server_and_no_worktree_and_keeps_its_records(
+    place: Path, number: signal.Signals
+) -> None:
+    repo, log = place / "repo", place / "log"
+    words = [
+        "compare",
+        "HEAD",
+        "HEAD",
+        "--workloads",
+        "../workloads",
+        "--sessions",
+        "3",
+        "--cells",
+        "T2T@2",
+        "--run",
+        "../run",
+    ]
+    environment = {**os.environ, "FAKE_LOG": str(log), "PYTHONPATH": str(ROOT)}
+    gate = subprocess.Popen(
+        [sys.executable, "-m", "gate", *words], cwd=repo, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: log.exists() and log.read_text().count("boot") == 2)
+    gate.send_signal(number)
+    _, said = gate.communicate(timeout=30)
+    assert gate.returncode == 130, said
+    assert "gate: interrupted; what was measured is kept: gate report ../run" in said
+    assert run_git(repo, "worktree", "list").count("\n") == 0
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(place / "run" / "model") in (p.info["cmdline"] or [])
+    ]
+    assert (
+        len((place / "run" / "sessions").glob("01-*").__next__().joinpath("records.jsonl").read_text().splitlines())
+        == 4
+    )
+    assert call("report", "../run").exit_code in (0, 2, 3)
+
+
+def wait_for(ready: object, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not ready():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def add_anchors(repo: Path) -> None:
+    """Give a fake repository the lines that plants hook onto; the fake server never runs them."""
+    (repo / "engine" / "lane.py").write_text(f"class Lane:\n    def launch(self, step):\n        if step:\n{LAUNCH}\n")
+    (repo / "engine" / "runner.py").write_text(f"class Runner:\n    def launch(self, step):\n{CHOOSE}\n")
+    run_git(repo, "add", "--all")
+    run_git(repo, "commit", "--quiet", "--message", "anchors")
+
+
+def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
+    repo = place / "repo"
+    add_anchors(repo)
+    slow = call("plant", "slow", str(repo), "--fraction", "0.1")
+    assert slow.exit_code == 0, slow.output
+    assert "time.sleep(0.1 *" in (repo / "engine" / "lane.py").read_text()
+    assert run_git(repo, "log", "-1", "--format=%s") == "planted: slow"
+    flip = call("plant", "flip", str(repo), "--prompt-key", "0123456789ab")
+    assert flip.exit_code == 0 and "!= '0123456789ab'" in (repo / "engine" / "runner.py").read_text()
+    again = call("plant", "slow", str(repo))
+    assert again.exit_code == 64 and "0 times; it must be there exactly once" in again.output
+
+
+def test_the_demo_compares_a_planted_clone_of_a_depth_one_clone_and_leaves_the_tree_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = make_repository(tmp_path / "origin", {}, {"token_ms": 0.1})
+    add_anchors(origin)
+    run_git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{origin}", "shallow")
+    monkeypatch.chdir(tmp_path / "shallow")
+    (tmp_path / "shallow" / "note.txt").write_text("not committed")
+    done = call("demo", "--run", "runs/demo", "--sessions", "1")
+    assert done.exit_code == 0, done.output
+    assert "has changes that are not committed" in done.stdout
+    assert f"report: {tmp_path / 'shallow' / 'runs' / 'demo' / 'report.md'}" in done.stdout
+    assert "| A2S@1" in done.stdout
+    plan = (tmp_path / "shallow" / "runs" / "demo" / "plan.json").read_text()
+    assert run_git(origin, "rev-parse", "HEAD") in plan
+    assert run_git(tmp_path / "shallow", "status", "--porcelain") == "?? note.txt"
+    assert run_git(tmp_path / "shallow", "worktree", "list").count("\n") == 0

@@ -1,0 +1,142 @@
+"""Planted changes go exactly where they should, and do there what they say."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from gate.plant import CHOOSE, LAUNCH, PlantError, apply, commit, flip, prompt_key, raising, scratch_clone, slow
+from tests.gate.trees import make_repository, run_git
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [7, 300, 2]
+KEY = hashlib.sha256(struct.pack("<3i", *PROMPT)).hexdigest()[:12]
+RUNNER = f"""class Runner:
+    def launch(self, logits, live, wishes, choose, slots):
+{CHOOSE}
+        return tokens.tolist()
+"""
+LANE = f"""class Lane:
+    def launch(self, step):
+        try:
+{LAUNCH}
+        except KeyError:
+            pass
+"""
+
+
+def make_engine(folder: Path, runner: str = RUNNER, lane: str = LANE) -> Path:
+    (folder / "engine").mkdir(parents=True, exist_ok=True)
+    (folder / "engine" / "runner.py").write_text(runner)
+    (folder / "engine" / "lane.py").write_text(lane)
+    return folder
+
+
+def planted(folder: Path, name: str) -> type:
+    scope: dict[str, type] = {}
+    exec((folder / "engine" / f"{name.lower()}.py").read_text(), scope)
+    return scope[name]
+
+
+def launch_runner(folder: Path, rows: list[tuple[list[int], int]]) -> list[int]:
+    """Launch one step of rows (prompt ids, tokens generated before); every row's best token is 1 and its second best 3."""
+    live = [
+        SimpleNamespace(request=SimpleNamespace(prompt_ids=ids), track=SimpleNamespace(generated=generated))
+        for ids, generated in rows
+    ]
+    logits = torch.tensor([[0.0, 4.0, 1.0, 3.0]]).repeat(len(rows), 1)
+    wishes = SimpleNamespace(kind="greedy")
+    tokens: list[int] = planted(folder, "Runner")().launch(
+        logits, live, wishes, lambda logits, *_: logits.argmax(-1), None
+    )
+    return tokens
+
+
+def test_a_flip_moves_one_token_of_one_prompt_at_one_step(tmp_path: Path) -> None:
+    apply(flip(KEY), make_engine(tmp_path))
+    assert launch_runner(tmp_path, [(PROMPT, 5), ([7, 300, 3], 5), (PROMPT, 4)]) == [3, 1, 1]
+
+
+def test_slow_sleeps_its_fraction_of_decode_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(slow(0.5), make_engine(tmp_path))
+    slept: list[float] = []
+    clock = [10.0]
+
+    def launch(step: object) -> str:
+        clock[0] += 2.0
+        return "launched"
+
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    lane = planted(tmp_path, "Lane")()
+    lane.runner, lane._in_flight = SimpleNamespace(launch=launch), []
+    steps = [SimpleNamespace(rows=[SimpleNamespace(walk=walk) for walk in walks]) for walks in WALKS]
+    for step in steps:
+        lane.launch(step)
+    assert slept == [1.0, 1.0]
+    assert lane._in_flight == [(step, ["launched"], []) for step in steps]
+
+
+WALKS = (["thinker_prefill"], ["thinker_prefill", "thinker_text_decode"], ["talker_decode"])
+
+
+def test_raise_fails_the_steps_of_its_prompt_alone(tmp_path: Path) -> None:
+    apply(raising(KEY), make_engine(tmp_path))
+    assert launch_runner(tmp_path, [([1], 0)]) == [1]
+    with pytest.raises(RuntimeError, match="planted: this prompt raises"):
+        launch_runner(tmp_path, [([1], 0), (PROMPT, 0)])
+
+
+@pytest.mark.parametrize("plant", [slow(0.3), flip(KEY), raising(KEY)], ids=["slow", "flip", "raise"])
+def test_every_plant_fits_the_engine_of_this_checkout(tmp_path: Path, plant: object) -> None:
+    shutil.copytree(ROOT / "engine", tmp_path / "engine")
+    apply(plant, tmp_path)  # type: ignore[arg-type]
+    ast.parse((tmp_path / plant.file).read_text())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_anchor_that_is_not_there_exactly_once_is_an_error_and_nothing_is_written(
+    tmp_path: Path, count: int
+) -> None:
+    text = "x = 1\n" + f"{LAUNCH}\n" * count
+    make_engine(tmp_path, lane=text)
+    with pytest.raises(PlantError, match=rf"'self._in_flight.append.*' {count} times; it must be there exactly once"):
+        apply(slow(0.1), tmp_path)
+    assert (tmp_path / "engine" / "lane.py").read_text() == text
+
+
+def test_bad_parameters_are_named() -> None:
+    with pytest.raises(PlantError, match="--fraction 0"):
+        slow(0)
+    with pytest.raises(PlantError, match="--prompt-key 'xyz'"):
+        flip("xyz")
+
+
+def test_a_prompt_key_is_the_hash_of_the_ids_of_the_chat_turn(tmp_path: Path) -> None:
+    words = ["<|im_start|>user", "hello", "<|im_end|>", "<|im_start|>assistant", "\n", "hello<|im_end|>"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="\n"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids = [0, 4, 5, 4, 3, 4]
+    assert prompt_key(tmp_path, "hello") == hashlib.sha256(struct.pack("<6i", *ids)).hexdigest()[:12]
+
+
+def test_a_scratch_clone_of_the_committed_state_takes_a_plant_as_one_commit(tmp_path: Path) -> None:
+    repo = make_engine(make_repository(tmp_path / "repo", {}))
+    run_git(repo, "add", "--all")
+    run_git(repo, "commit", "--quiet", "--message", "a runner")
+    (repo / "engine" / "lane.py").write_text("uncommitted")
+    head = scratch_clone(repo, tmp_path / "clone")
+    apply(slow(0.3), tmp_path / "clone")
+    commit_id = commit(tmp_path / "clone", "slower")
+    assert run_git(tmp_path / "clone", "rev-parse", "HEAD~1") == head == run_git(repo, "rev-parse", "HEAD")
+    assert run_git(tmp_path / "clone", "diff", "--stat", head, commit_id).count("engine/lane.py") == 1
+    assert (repo / "engine" / "lane.py").read_text() == "uncommitted"

@@ -1,0 +1,207 @@
+"""The report, whole. `golden/report.md` was read line by line against the run below, whose every number is made by hand.
+
+After a change of the layout: `python -m tests.gate.test_report` writes it again; read it before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gate.record import Record, RunData, SessionInfo
+from gate.report import outliers, render_report, report_json
+from gate.verdict import compare
+from tests.gate.runs import A2T, T2S, T2T, make_run
+
+GOLDEN = Path(__file__).parent / "golden" / "report.md"
+STEADY = {"base": [2000, 2002, 1998], "head": [2001, 1999, 2000]}
+T2T_4 = msgspec.structs.replace(T2T, name="T2T@4", greedy=False)
+
+changes = msgspec.structs.replace
+
+
+def planted_run() -> RunData:
+    """Head: decode 30 % slower, one flipped token, other words in two clips, one failed speech request; base: one slow boot."""
+
+    def change(record: Record) -> Record:
+        if record.warm:
+            return record
+        if record.cell == "T2T@4":
+            return changes(record, **_as_fast_as_base(record))
+        if record.arm == "head" and record.cell == "T2T@1" and record.index == 2:
+            return changes(record, token_ids=[*record.token_ids[:5], 7, *record.token_ids[6:]])
+        if record.arm == "head" and record.cell == "A2T@1" and record.index in (0, 3):
+            return changes(record, text="nobody <unk> | answered")
+        if record.session == "03-head" and record.cell == "T2S@1" and record.index == 1:
+            return changes(record, ok=False, error="HTTP 500: internal (speech): a|b", pcm_samples=0, pcm_sha256=None)
+        return record
+
+    def info(session: SessionInfo) -> SessionInfo:
+        counters = {
+            "T2T@1 walkgate_steps_total": 44.0,
+            "T2T@1 walkgate_plan_cache_hits_total": 40.0 if session.arm == "base" else 36.0,
+            "T2T@1 walkgate_step_seconds_sum": 0.1 + session.slot / 100,
+            "T2T@1 gate_client_lag_ms": 1.5 + session.slot,
+        }
+        return changes(session, counters=counters)
+
+    gaps = {"base": [2000, 2002, 2100], "head": [2600, 2604, 2597]}
+    return make_run(gaps, [T2T, T2T_4, A2T, T2S], change=change, info=info)
+
+
+def _as_fast_as_base(record: Record) -> dict[str, object]:
+    """Stamps of a cell that head did not touch: 30 ms a request on both arms."""
+    events = [changes(event, t_us=10_000 + 2000 * step) for step, event in enumerate(record.events)]
+    return {"events": events, "e2e_us": 30_000, "t0_ns": 1_000_000_000 + 30_000_000 * record.index}
+
+
+def rendered(run: RunData) -> str:
+    return render_report(run, compare(run))
+
+
+def test_the_whole_report_is_the_golden_one() -> None:
+    assert rendered(planted_run()) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_same_run_from_json_gives_the_same_bytes() -> None:
+    run = planted_run()
+    again = msgspec.json.decode(msgspec.json.encode(run), type=RunData)
+
+    assert rendered(again).encode() == rendered(run).encode()
+    assert report_json(again, compare(again)).encode() == report_json(run, compare(run)).encode()
+
+
+def test_the_order_in_which_records_and_sessions_were_read_changes_nothing() -> None:
+    run = planted_run()
+    shuffled = changes(run, records=run.records[::-1], sessions=run.sessions[::-1])
+
+    assert rendered(shuffled) == rendered(run)
+
+
+def dead_head(record: Record) -> Record:
+    return changes(record, ok=False, error="gone") if record.arm == "head" and not record.warm else record
+
+
+def dead_base(record: Record) -> Record:
+    return changes(record, ok=False, error="gone") if record.arm == "base" and not record.warm else record
+
+
+def same(session: SessionInfo) -> SessionInfo:
+    return session
+
+
+def other_weights(session: SessionInfo) -> SessionInfo:
+    return changes(session, weights_digest="0" * 64)
+
+
+def text_only_base(session: SessionInfo) -> SessionInfo:
+    return changes(session, info={"tasks": ["A2T"]}) if session.arm == "base" else session
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (make_run({"base": [2000, 2001], "head": [2600, 2601]}), "| **regression** |"),
+        (make_run({"base": [2600, 2601], "head": [2000, 2001]}), "| **improvement** |"),
+        (make_run(STEADY), "| equivalent within 2 % |"),
+        (make_run({"base": [2000, 2300], "head": [2100, 2400]}), "| no verdict |"),
+        (make_run(STEADY, change=dead_head), "| **broken head** |"),
+        (make_run(STEADY, change=dead_base), "| **broken base** |"),
+        (make_run(STEADY, info=other_weights), "| **invalid** |"),
+        (make_run(STEADY, info=text_only_base), "| **new in head** |"),
+    ],
+)
+def test_each_verdict_stands_in_the_table_by_its_own_words(run: RunData, words: str) -> None:
+    rows = [line for line in rendered(run).splitlines() if line.startswith("| T2T@1 tok/s ↑ |")]
+
+    assert len(rows) == 1
+    assert rows[0].endswith(words)
+
+
+def test_no_verdict_is_never_the_word_for_no_regression() -> None:
+    text = rendered(make_run({"base": [2000, 2300], "head": [2100, 2400]}))
+
+    assert "1 cell without a verdict" in text
+    assert re.search(r"could still hide a loss of up to \d+\.\d %; about \d+ sessions an arm would settle 1 of 1", text)
+
+
+def test_an_audio_cell_has_a_row_for_its_words_and_one_for_its_speed() -> None:
+    lines = rendered(make_run(STEADY, [A2T])).splitlines()
+
+    assert sum(line.startswith("| A2T@1 RTFx (input audio) ↑ |") for line in lines) == 1
+    (wer,) = [line for line in lines if line.startswith("| A2T@1 WER % ↓ (4 clips) |")]
+    assert wer.endswith("identical text, WER equal by construction |")
+
+
+def test_what_was_not_measured_is_not_traced_and_not_zero() -> None:
+    run = make_run(STEADY, info=lambda session: changes(session, host_before={}, host_after={}, info={}, counters={}))
+
+    text = rendered(run)
+
+    assert "machine not traced" in text
+    assert "kernels not traced in this run" in text
+    assert "versions: not traced; switched off: not traced" in text
+
+
+def test_the_only_date_is_the_plans() -> None:
+    stamp: Callable[[SessionInfo], SessionInfo] = lambda session: changes(  # noqa: E731 (a def for one expression hides it)
+        session, host_before={**session.host_before, "time_unix_s": 1767322000.0}
+    )
+
+    text = rendered(make_run(STEADY, info=stamp))
+
+    assert re.findall(r"20\d\d-\d\d-\d\d\S*", text) == ["2026-01-02T03:04:05Z,"]
+    assert "1767322000" not in text
+
+
+def test_a_run_of_one_arm_is_a_table_of_numbers() -> None:
+    text = rendered(make_run({"base": [2000, 2010]}, [T2T, T2S]))
+
+    assert text.startswith("### ⚖️ gate: one arm measured, nothing to compare it with · nothing broken\n")
+    assert "| T2T@1 tok/s ↑ | 366.7 365.4 | measured |" in text
+    assert "verdict came about" not in text
+
+
+def test_a_run_without_any_session_still_has_a_report() -> None:
+    run = changes(make_run(STEADY, change=lambda _: None), sessions=[])
+
+    text = rendered(run)
+
+    assert "0+0 sessions of 3+3 planned" in text
+    assert "no verdict: no finished session of base and head" in text
+    assert "6 planned sessions" in text
+
+
+def test_sessions_that_stand_out_are_found_and_close_ones_are_not() -> None:
+    found = outliers([282, 311, 312])
+
+    assert found[0] == pytest.approx(-0.0995, abs=1e-4)
+    assert found[1:] == [None, None]
+    assert outliers([1719, 1799, 1793])[0] is not None
+    assert outliers([249.1, 247.1, 248.6]) == [None, None, None]
+    assert outliers([282, 311]) == [None, None]
+
+
+def test_the_json_says_what_the_markdown_says() -> None:
+    run = planted_run()
+
+    facts = json.loads(report_json(run, compare(run)))
+
+    assert facts["schema"] == "gate/1"
+    assert {cell["cell"]: cell["verdict"] for cell in facts["comparisons"]["cells"]} == {
+        "T2T@1": "regression",
+        "T2T@4": "equivalent",
+        "A2T@1": "regression",
+        "T2S@1": "broken head",
+    }
+    assert facts["comparisons"]["moves"][0]["item"] == "p02"
+    assert facts["plan"]["seed"] == 7
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(rendered(planted_run()), encoding="utf-8")

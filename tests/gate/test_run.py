@@ -1,0 +1,334 @@
+"""Whole runs against real servers: the order of effects, what is kept when things go wrong, and the rebuilt report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gate import rundir
+from gate.arm import ArmChoice
+from gate.cell import Cell
+from gate.client import Limits
+from gate.run import carry_out, load_run, plan_only, resume, write_report
+from gate.rundir import RunDirError
+from gate.session import Refused
+from gate.wish import Wish, chosen_cells, decode, encode, load_workloads
+from gate.workload import WorkloadError
+from tests.gate.trees import make_librispeech, make_repository, make_workloads, run_git
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.steps: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def advance(self, done: int, total: int, text: str) -> None:
+        self.steps.append(f"{done}/{total} {text}")
+
+
+def make_wish(tmp_path: Path, base: dict[str, object], head: dict[str, object], **changes: object) -> Wish:
+    repo = make_repository(tmp_path / "repo", base, head)
+    wish = Wish(
+        choices=(ArmChoice("base", "HEAD~1"), ArmChoice("head", "HEAD")),
+        repository=repo,
+        run_dir=tmp_path / "run",
+        sessions=2,
+        workloads=make_workloads(tmp_path / "workloads"),
+        limits=Limits(request_s=10.0, silence_s=2.0),
+        boot_s=20.0,
+    )
+    return replace(wish, **changes)  # type: ignore[arg-type]
+
+
+def test_effects_come_in_order_model_then_boots_as_planned_each_stopped_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "effects.log"
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    wish, notes = make_wish(tmp_path, {}, {}), Notes()
+    folder = carry_out(wish, notes)
+    data = folder.load()
+    order = data.plan.order
+    assert sorted(order) == ["base", "base", "head", "head"]
+    assert log.read_text().splitlines() == [
+        "base tiny",
+        *(f"{arm} {event}" for arm in order for event in ("boot", "stop")),
+    ]
+    assert [session.id for session in data.sessions] == [
+        f"{n}-{arm}" for n, arm in zip(["01", "02", "03", "04"], order, strict=True)
+    ]
+    assert notes.steps[:4] == [
+        f"0/8 01-{order[0]} boots",
+        f"0/8 01-{order[0]} T2T@1",
+        f"1/8 01-{order[0]} T2T@2",
+        f"2/8 02-{order[1]} boots",
+    ]
+    assert run_git(wish.repository, "worktree", "list").count("\n") == 0
+
+
+def test_a_run_keeps_the_plan_the_identity_the_counters_and_every_record(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1)
+    data = carry_out(wish, Notes()).load()
+    plan, session = data.plan, data.sessions[0]
+    assert plan.command == f"gate compare 'HEAD~1' HEAD --set quick --sessions 1 --seed 0 --workloads {wish.workloads}"
+    assert [arm.commit for arm in plan.arms] == [
+        run_git(wish.repository, "rev-parse", ref) for ref in ("HEAD~1", "HEAD")
+    ]
+    assert (plan.workload_counts, plan.workload_labels) == ({"prompts": 6}, {"prompts": "6 prompts"})
+    assert session.source_digest in {arm.source_digest for arm in plan.arms}
+    assert session.weights_digest == plan.model_digest
+    assert session.counters["T2T@1 walkgate_tokens_total"] == 40.0  # 4 measured and 1 warm request of 8 tokens
+    assert session.counters['T2T@2 walkgate_requests_total{task="any"}'] == 4.0
+    assert set(session.client_lag_ms) == {"T2T@1", "T2T@2"}
+    assert session.host_before["cpu_model"] and session.host_after["monotonic_s"] > session.host_before["monotonic_s"]
+    mine = [record for record in data.records if record.session == session.id and record.cell == "T2T@1"]
+    assert [(record.warm, record.index) for record in mine] == [
+        (True, 0),
+        (False, 0),
+        (False, 1),
+        (False, 2),
+        (False, 3),
+    ]
+    other = [record for record in data.records if record.session == "02-" + plan.order[1] and record.cell == "T2T@1"]
+    assert [record.item for record in mine] == [record.item for record in other]
+    assert all(record.ok for record in data.records)
+
+
+def test_the_plan_is_on_disk_with_its_price_before_any_server_boots(tmp_path: Path) -> None:
+    notes = Notes()
+    folder = plan_only(make_wish(tmp_path, {}, {}), notes)
+    plan = folder.load().plan
+    assert notes.said[1].startswith(
+        f"price: 4 server boots ({' '.join(plan.order)}), each with 2 cells, 8 requests measured"
+    )
+    assert folder.load().sessions == []
+
+
+def test_a_report_is_rebuilt_byte_for_byte_from_the_run_directory(tmp_path: Path) -> None:
+    folder = carry_out(make_wish(tmp_path, {}, {}, set_name="demo"), Notes())
+    code = write_report(folder)
+    files = [*sorted((folder.path / "tables").iterdir()), folder.report, folder.path / "report.json"]
+    assert {path.suffix for path in files} == {".parquet", ".csv", ".md", ".json"}
+    before = {path: path.read_bytes() for path in files}
+    for path in files:
+        path.unlink()
+    assert write_report(rundir.existing(folder.path)) == code
+    assert {path: path.read_bytes() for path in files} == before
+
+
+def test_a_moved_token_is_exit_1_unless_it_was_expected(tmp_path: Path) -> None:
+    flip = {"flip": {"marker": "number", "step": 5}}
+    folder = carry_out(make_wish(tmp_path, {}, flip, cells=("T2T@1",)), Notes())
+    assert write_report(folder) == 1
+    assert "moved" in folder.report.read_text()
+    assert write_report(folder, expect_token_changes=True) in (0, 2)
+
+
+def test_a_head_that_fails_requests_is_broken_and_a_base_that_does_is_not_blamed_on_head(tmp_path: Path) -> None:
+    fault: dict[str, object] = {"raise_on": "number 1"}
+    broken_head = carry_out(make_wish(tmp_path / "a", {}, fault, cells=("T2T@2",), sessions=1), Notes())
+    assert write_report(broken_head) == 1
+    assert "broken head" in broken_head.report.read_text()
+    broken_base = carry_out(make_wish(tmp_path / "b", fault, {}, cells=("T2T@2",), sessions=1), Notes())
+    assert write_report(broken_base) == 3
+    assert "broken base" in broken_base.report.read_text()
+
+
+def test_a_server_that_dies_loses_nothing_measured_and_its_owed_requests_count_as_failed(tmp_path: Path) -> None:
+    # Its third request is the second measured one of the first cell: one warm request came before.
+    folder = carry_out(make_wish(tmp_path, {}, {"die_after": 3}, sessions=1), Notes())
+    data = folder.load()
+    (head,) = [session for session in data.sessions if session.arm == "head"]
+    assert head.problems[0].splitlines()[0] == "the server ended with exit code 7"
+    mine = [record for record in data.records if record.arm == "head" and not record.warm]
+    assert [record.ok for record in mine if record.cell == "T2T@1"] == [True, False, False, False]
+    owed = [record for record in mine if record.cell == "T2T@2"]
+    assert [record.error for record in owed] == ["not sent: the server ended with exit code 7"] * 4
+    assert all(record.ok for record in data.records if record.arm == "base")
+    assert write_report(folder) == 1
+
+
+def test_short_output_of_head_alone_is_broken_head(tmp_path: Path) -> None:
+    folder = carry_out(make_wish(tmp_path, {}, {"short_by": 2}, cells=("T2T@2",), sessions=1), Notes())
+    assert write_report(folder) == 1
+    assert "6 of 8 tokens with ignore_eos" in folder.report.read_text()
+
+
+def test_a_set_on_librispeech_asks_for_it(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {})
+    cell = replace_workload(chosen_cells(replace(wish, cells=("A2T@1",)))[0])
+    with pytest.raises(WorkloadError, match=r"A2T@1 of --set quick runs on LibriSpeech: add --librispeech PATH or hub"):
+        load_workloads(wish, [cell], tmp_path)
+
+
+def replace_workload(cell: Cell) -> Cell:
+    return msgspec.structs.replace(cell, workload="librispeech")
+
+
+def test_a_server_that_does_not_boot_is_a_broken_arm_with_the_tail_of_its_log(tmp_path: Path) -> None:
+    notes = Notes()
+    folder = carry_out(make_wish(tmp_path, {}, {"exit_at_start": 5}, sessions=1), notes)
+    (head,) = [session for session in folder.load().sessions if session.arm == "head"]
+    assert "exit code 5 while starting" in head.problems[0] and "the fake gives up at once" in head.problems[0]
+    assert write_report(folder) == 1
+
+
+@pytest.mark.parametrize("what", ["source_digest", "weights_digest"])
+def test_a_server_of_another_source_or_other_weights_ends_the_run_before_anything_is_measured(
+    tmp_path: Path, what: str
+) -> None:
+    wish = make_wish(tmp_path, {what: "f" * 64}, {what: "f" * 64})
+    with pytest.raises(Refused, match="ffffffffffff"):
+        carry_out(wish, Notes())
+    data = load_run(wish.run_dir)
+    assert data.records == [] and "ffffffffffff" in data.sessions[0].problems[0]
+    assert run_git(wish.repository, "worktree", "list").count("\n") == 0
+
+
+def test_one_model_folder_serves_both_arms_and_a_named_one_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    data = carry_out(make_wish(tmp_path, {}, {}, model=model, sessions=1, cells=("T2T@2",)), Notes()).load()
+    assert data.plan.model_path == str(model)
+    assert {session.weights_digest for session in data.sessions} == {data.plan.model_digest}
+    assert "tiny" not in (tmp_path / "log").read_text()
+
+
+def test_librispeech_replaces_the_clips_and_a2t_takes_every_one(tmp_path: Path) -> None:
+    subset = make_librispeech(tmp_path / "libri", clips=5)
+    wish = make_wish(tmp_path, {}, {}, set_name="demo", sessions=1, librispeech=str(subset))
+    data = carry_out(wish, Notes()).load()
+    cells = {cell.name: (cell.workload, cell.requests) for cell in data.plan.cells}
+    assert cells == {
+        "T2T@1": ("prompts", 4),
+        "A2T@1": ("librispeech", 5),
+        "T2S@1": ("prompts", 2),
+        "A2S@1": ("librispeech", 2),
+    }
+    assert data.plan.workload_labels["librispeech"] == "test-tiny, 5 clips"
+    measured = {record.item for record in data.records if record.cell == "A2T@1" and not record.warm}
+    assert measured == {f"11-22-{n:04d}" for n in range(5)}
+    assert sum(r.audio_in_s for r in data.records if r.cell == "A2T@1" and r.arm == "base" and not r.warm) == 3.75
+
+
+def test_one_arm_alone_is_measured_in_its_own_order(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, choices=(ArmChoice("base", "HEAD"),), cells=("T2T@1",))
+    data = carry_out(wish, Notes()).load()
+    assert data.plan.order == ["base", "base"]
+    assert data.plan.command.startswith("gate run HEAD --set quick --sessions 2")
+    assert {record.arm for record in data.records} == {"base"}
+
+
+def test_two_switch_sets_of_one_commit_reach_their_servers(tmp_path: Path) -> None:
+    choices = (ArmChoice("base", "HEAD"), ArmChoice("head", "HEAD", args=("--disable", "plan_cache")))
+    data = carry_out(make_wish(tmp_path, {}, {}, choices=choices, sessions=1, cells=("T2T@2",)), Notes()).load()
+    seen = {session.arm: session.info["arguments"][-2:] for session in data.sessions}
+    assert seen == {"base": ["--device", "cpu"], "head": ["--disable", "plan_cache"]}
+    assert "HEAD HEAD --head-args '--disable plan_cache'" in data.plan.command
+
+
+def test_a_record_line_cut_short_by_a_crash_is_left_out_and_a_spoilt_one_is_named(tmp_path: Path) -> None:
+    folder = carry_out(make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",)), Notes())
+    path = sorted(folder.path.glob("sessions/*/records.jsonl"))[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    assert len(load_run(folder.path).records) == 7
+    path.write_bytes(b"{}\n" + whole)
+    with pytest.raises(RunDirError, match=r"records.jsonl, line 1: Object missing required field"):
+        load_run(folder.path)
+
+
+def test_names_that_do_not_exist_are_answered_with_those_that_do(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {})
+    with pytest.raises(WorkloadError, match=r"--set 'fast' does not exist; there are demo, quick"):
+        chosen_cells(replace(wish, set_name="fast"))
+    with pytest.raises(WorkloadError, match=r"--cells 'T2T@9' does not exist; there are A2S@1, A2T@1"):
+        chosen_cells(replace(wish, cells=("T2T@9",)))
+    assert [cell.name for cell in chosen_cells(replace(wish, cells=("A2T@1", "T2T@2")))] == ["A2T@1", "T2T@2"]
+
+
+def test_a_run_directory_that_holds_something_or_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    with pytest.raises(RunDirError, match="exists and is not an empty folder"):
+        rundir.create(tmp_path / "full")
+    with pytest.raises(RunDirError, match=r"cannot be written \(Not a directory\)"):
+        rundir.create(tmp_path / "full" / "x" / "run")
+    with pytest.raises(RunDirError, match=r"holds no plan.json"):
+        rundir.existing(tmp_path / "full")
+
+
+def test_session_files_are_replaced_whole(tmp_path: Path) -> None:
+    folder = carry_out(make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",)), Notes())
+    assert not list(folder.path.rglob("*.part"))
+    for path in folder.path.glob("sessions/*/session.json"):
+        assert json.loads(path.read_text())["problems"] == []
+
+
+def test_a_stopped_run_ends_at_a_cell_boundary_and_goes_on_in_its_own_slots(tmp_path: Path) -> None:
+    wish, notes = make_wish(tmp_path, {}, {}, sessions=1), Notes()
+    folder = carry_out(wish, notes, stop_after_s=0.0)
+    assert f"stopped by --stop-after; the rest: gate compare --resume {folder.path}" in notes.said
+    (begun,) = folder.load().sessions
+    assert begun.slot == 0 and begun.problems == [] and folder.load().records == []
+    assert run_git(wish.repository, "worktree", "list").count("\n") == 0
+    whole = resume(folder.path, Notes()).load()
+    assert [session.slot for session in whole.sessions] == [0, 1]
+    assert len(whole.records) == 2 * 9 and all(record.ok for record in whole.records)
+    assert [path.name for path in (folder.path / "interrupted").iterdir()] == [f"{begun.id}-1"]
+
+
+def test_resuming_keeps_whole_sessions_and_the_commits_of_the_plan_though_head_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+    folder = carry_out(wish, Notes())
+    first, second = (folder.session(session.id) for session in folder.load().sessions)
+    kept, plan = (first / "records.jsonl").read_bytes(), folder.load().plan
+    (second / "records.jsonl").write_bytes(b"")
+    run_git(wish.repository, "commit", "--quiet", "--allow-empty", "--message", "moved on")
+    monkeypatch.chdir(tmp_path)
+    data = resume(folder.path, Notes()).load()
+    assert data.plan == plan
+    assert (first / "records.jsonl").read_bytes() == kept
+    assert [len((path / "records.jsonl").read_bytes().splitlines()) for path in (first, second)] == [4, 4]
+
+
+def test_a_run_whose_evidence_changed_is_not_resumed(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+    folder = plan_only(wish, Notes())
+    (folder.path / "model" / "config.json").write_text("{}")
+    (wish.workloads / "prompts.jsonl").write_text('{"id": "p00", "text": "another"}')
+    with pytest.raises(RunDirError, match=r"cannot be resumed: the weights, the workload changed since its plan"):
+        resume(folder.path, Notes())
+
+
+def test_a_planned_run_is_carried_out_by_resuming_it(tmp_path: Path) -> None:
+    folder = plan_only(make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",)), Notes())
+    assert len(resume(folder.path, Notes()).load().records) == 8
+
+
+def test_a_wish_survives_its_file_with_its_paths_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    choice = ArmChoice("base", "", Path("tree"), ("--disable", "x"), (("A", "1"),))
+    wish = Wish((choice,), Path("repo"), tmp_path / "run", model=Path("m"), librispeech="l", workloads=Path("w"))
+    found = decode(encode(wish))
+    assert found == replace(
+        wish,
+        choices=(replace(choice, directory=tmp_path / "tree"),),
+        repository=tmp_path / "repo",
+        model=tmp_path / "m",
+        librispeech=str(tmp_path / "l"),
+        workloads=tmp_path / "w",
+    )

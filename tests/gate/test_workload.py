@@ -1,0 +1,139 @@
+"""Workloads: loaded, checked, hashed and put in order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from gate.workload import (
+    CLIP_INSTRUCTION,
+    WorkloadError,
+    default_root,
+    librispeech_from_hub,
+    load_cells,
+    load_clips,
+    load_librispeech,
+    load_prompts,
+    ordered,
+    warm_items,
+    workload_hash,
+)
+from tests.gate.trees import make_librispeech, make_workloads, write_tone
+
+
+def test_prompts_and_clips_become_items(tmp_path: Path) -> None:
+    root = make_workloads(tmp_path / "w")
+    assert [(item.id, item.text) for item in load_prompts(root).items][:2] == [
+        ("p00", "prompt number 0"),
+        ("p01", "prompt number 1"),
+    ]
+    clip = load_clips(root).items[1]
+    assert (clip.id, clip.text, clip.audio, clip.audio_seconds) == ("c01", CLIP_INSTRUCTION, "clips/c01.flac", 0.5)
+    assert (clip.reference, clip.speaker) == ("the cat sat", "s1")
+
+
+def test_the_gates_own_workloads_are_whole() -> None:
+    root = default_root()
+    assert len(load_prompts(root).items) == 64
+    assert 28 <= len(load_clips(root).items) <= 36
+    assert {"demo", "quick", "pr"} <= set(load_cells(root))
+
+
+def test_a_subset_in_librispeechs_layout_gives_every_clip_with_its_transcript(tmp_path: Path) -> None:
+    subset = make_librispeech(tmp_path, clips=3)
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "all.trans.txt").write_text("11-22-0000 SOMETHING ELSE\n")
+    workload = load_librispeech(subset)
+    assert workload.label == "test-tiny, 3 clips"
+    assert [item.id for item in workload.items] == ["11-22-0000", "11-22-0001", "11-22-0002"]
+    item = workload.items[2]
+    assert (item.reference, item.speaker, item.audio_seconds) == ("THE WORDS OF CLIP 2", "11", 0.75)
+    assert item.audio == str(subset / "11" / "22" / "11-22-0002.flac")
+    assert len(load_librispeech(tmp_path).items) == 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda chapter: (chapter / "11-22.trans.txt").unlink(), r"11-22.trans.txt cannot be read"),
+        (lambda chapter: (chapter / "11-22.trans.txt").write_text("11-22-0000 A\n"), r"has no line for 11-22-0001"),
+        (lambda chapter: (chapter / "11-22-0001.flac").write_bytes(b"no"), r"11-22-0001.flac is not readable audio"),
+        (lambda chapter: [path.unlink() for path in chapter.glob("*.flac")], r"holds no SPEAKER/CHAPTER"),
+    ],
+)
+def test_a_spoilt_librispeech_folder_is_named(tmp_path: Path, spoil: object, told: str) -> None:
+    subset = make_librispeech(tmp_path)
+    spoil(subset / "11" / "22")  # type: ignore[operator]
+    with pytest.raises(WorkloadError, match=told):
+        load_librispeech(subset)
+
+
+def test_the_hub_without_a_network_is_one_sentence_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nmore lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    told = r"^openslr/librispeech_asr cannot be had from the hub \(Couldn't reach the Hub\); name a folder: --librispeech PATH$"
+    with pytest.raises(WorkloadError, match=told):
+        librispeech_from_hub(tmp_path)
+
+
+def test_rows_from_the_hub_are_written_in_librispeechs_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    write_tone(tmp_path / "a.flac", 300, 0.5)
+    row = {"id": "7-8-0000", "text": "HELLO THERE", "audio": {"bytes": (tmp_path / "a.flac").read_bytes(), "path": "x"}}
+    table = datasets.Dataset.from_dict({key: [value] for key, value in row.items()})
+    monkeypatch.setattr(table, "cast_column", lambda *_: table)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    (item,) = librispeech_from_hub(tmp_path / "out").items
+    assert (item.id, item.reference, item.speaker, item.audio_seconds) == ("7-8-0000", "HELLO THERE", "7", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"id": "a"}', r"prompts.jsonl, line 1: Object missing required field `text`"),
+        ('{"id": "a", "text": "b", "extra": 1}', r"unknown field `extra`"),
+        ('{"id": "a", "text": "b"}\n{"id": "a", "text": "c"}', r"has the id 'a' twice"),
+        ("", r"'prompts' in .* is empty"),
+    ],
+)
+def test_a_spoilt_prompt_file_names_its_line(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    with pytest.raises(WorkloadError, match=told):
+        load_prompts(tmp_path)
+
+
+def test_a_manifest_that_names_an_absent_clip_is_an_error(tmp_path: Path) -> None:
+    root = make_workloads(tmp_path / "w")
+    (root / "clips" / "c02.flac").unlink()
+    with pytest.raises(WorkloadError, match=r"manifest.jsonl names clips/c02.flac, which is not under"):
+        load_clips(root)
+
+
+def test_the_hash_covers_ids_texts_references_and_audio_bytes(tmp_path: Path) -> None:
+    root = make_workloads(tmp_path / "w", prompts=1, clips=1)
+    parts = [b"p00", b"prompt number 0", b"", b"", b"c00", CLIP_INSTRUCTION.encode(), b"the cat sat"]
+    parts.append((root / "clips" / "c00.flac").read_bytes())
+    expected = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()
+    assert workload_hash([load_prompts(root), load_clips(root)]) == expected
+    (root / "prompts.jsonl").write_text(json.dumps({"id": "p00", "text": "prompt number 1"}))
+    assert workload_hash([load_prompts(root), load_clips(root)]) != expected
+
+
+def test_the_order_depends_on_the_seed_and_the_workload_alone_and_repeats_where_items_run_out(tmp_path: Path) -> None:
+    items = load_prompts(make_workloads(tmp_path / "w", prompts=5)).items
+    ids = [item.id for item in ordered(items, 7, 0, "prompts")]
+    assert ids == [item.id for item in ordered(items[::-1], 7, 0, "prompts")]
+    assert sorted(ids[:5]) == ["p00", "p01", "p02", "p03", "p04"] and ids[5:] == ids[:2]
+    orders = {tuple(item.id for item in ordered(items, 5, seed, "prompts")) for seed in range(8)}
+    assert len(orders) > 1
+    assert [item.id for item in warm_items(items, 6, 0, "prompts")] == [*ids[4::-1], ids[4]]
