@@ -97,7 +97,7 @@ def _verdict_counts(found: Comparisons) -> str:
 
 def _moved_words(found: Comparisons) -> str:
     if found.moves:
-        return f"moved at {plural(len(found.moves), 'prompt')}"
+        return f"moved at {plural(len({move.item for move in found.moves}), 'prompt')}"
     return "none moved" if any(pair.kind == "head–base" for pair in found.greedy) else "not compared"
 
 
@@ -408,7 +408,7 @@ def _moves(run: RunData, found: Comparisons) -> list[str]:
     head = ("cell", "prompt", "step", "base token", "head token", "base's choice was", "head sessions")
     more = len(found.moves) - _MOST_MOVES
     tail = [f"{plural(more, 'more prompt')} in report.json.", ""] if more > 0 else []
-    title = f"**tokens moved** at {plural(len(found.moves), 'prompt')} where all base–base pairs agree.{floor}"
+    title = f"**tokens moved** at {plural(len({move.item for move in found.moves}), 'prompt')} where all base–base pairs agree.{floor}"
     return [title, "", *table(head, rows, right=(2, 3, 4)), *tail]
 
 

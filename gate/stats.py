@@ -1,7 +1,11 @@
 """Statistics over sessions: differences of mean logarithms, their intervals, Holm's adjustment, what more sessions would give.
 
-All values are logarithms of ratios; `percent` turns one into the printed change. The session is the sample. A plain pooled
-t interval is used: no store of base-versus-base sessions lends its spread, so everything is learnt from this run alone.
+All values are logarithms of ratios; `percent` turns one into the printed change. The session is the sample. A plain t
+interval is used: no store of base-versus-base sessions lends its spread, so everything is learnt from this run alone.
+
+Neighbouring slots hold one session of each arm, so the k-th sessions of the arms are a block. From BLOCKS_FROM complete blocks
+on, the spread is that of the differences within blocks: a machine that gets slower over the run then counts for
+nothing. With fewer, that would leave too few degrees of freedom, and the spread within arms is pooled.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from scipy import stats as scipy_stats
 
+BLOCKS_FROM = 4
 MOST_SESSIONS = 100  # more per arm is no plan, and the search for a number ends there
 
 
 class Contrast(msgspec.Struct, frozen=True):
-    """head against base on the log scale: estimate, 95 % and 90 % intervals, spread within arms, degrees of freedom, p.
+    """head against base on the log scale: estimate, 95 % and 90 % intervals, spread of a session, degrees of freedom, p.
 
     Intervals and p are None when there is no spread to learn from (one session an arm).
     """
@@ -31,6 +36,7 @@ class Contrast(msgspec.Struct, frozen=True):
     p: float | None
     n_base: int
     n_head: int
+    blocked: bool = False
 
 
 def percent(log_ratio: float) -> float:
@@ -44,6 +50,14 @@ def pooled_spread(base: Sequence[float], head: Sequence[float]) -> float:
     return math.sqrt((_squares(base) + _squares(head)) / df) if df > 0 else 0.0
 
 
+def block_spread(base: Sequence[float], head: Sequence[float]) -> float:
+    """Standard deviation of one session's log value, drift between blocks taken out; two blocks at least."""
+    differences = [math.log(there / here) for here, there in zip(base, head, strict=True)]
+    mean = sum(differences) / len(differences)
+    # A difference of two sessions has twice the variance of one.
+    return math.sqrt(sum((one - mean) ** 2 for one in differences) / (len(differences) - 1) / 2)
+
+
 def _squares(values: Sequence[float]) -> float:
     logs = [math.log(value) for value in values]
     mean = sum(logs) / len(logs)
@@ -51,19 +65,20 @@ def _squares(values: Sequence[float]) -> float:
 
 
 def contrast(base: Sequence[float], head: Sequence[float], s_min: float, alpha: float = 0.05) -> Contrast | None:
-    """Compare session values of two arms; None where an arm has none or a value has no logarithm."""
+    """Compare session values of two arms, by slot; None where an arm has none or a value has no logarithm."""
     if not base or not head or min(*base, *head) <= 0:
         return None
     estimate = _mean_log(head) - _mean_log(base)
-    df = len(base) + len(head) - 2
-    s = max(pooled_spread(base, head), s_min)
+    blocked = len(base) == len(head) >= BLOCKS_FROM
+    df = len(base) - 1 if blocked else len(base) + len(head) - 2
+    s = max(block_spread(base, head) if blocked else pooled_spread(base, head), s_min)
     if df < 1:
         return Contrast(estimate, None, None, None, None, s, df, None, len(base), len(head))
     error = s * math.sqrt(1 / len(base) + 1 / len(head))
     wide, narrow = _t(1 - alpha / 2, df) * error, _t(0.95, df) * error
     p = float(2 * scipy_stats.t.sf(abs(estimate) / error, df))
     bounds = (estimate - wide, estimate + wide, estimate - narrow, estimate + narrow)
-    return Contrast(estimate, *bounds, s, df, p, len(base), len(head))
+    return Contrast(estimate, *bounds, s, df, p, len(base), len(head), blocked)
 
 
 def _mean_log(values: Sequence[float]) -> float:
@@ -98,7 +113,7 @@ def sessions_to_settle(found: Contrast, floor: float, alpha: float = 0.05) -> in
     """
     change = abs(math.expm1(found.estimate))
     for n in range(max(2, min(found.n_base, found.n_head)), MOST_SESSIONS + 1):
-        error, df = found.s * math.sqrt(2 / n), 2 * n - 2
+        error, df = found.s * math.sqrt(2 / n), n - 1 if n >= BLOCKS_FROM else 2 * n - 2
         apart = change >= floor and abs(found.estimate) > _t(1 - alpha / 2, df) * error
         alike = math.expm1(abs(found.estimate) + _t(0.95, df) * error) < floor
         if apart or alike:

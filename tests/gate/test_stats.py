@@ -76,8 +76,8 @@ def test_the_seven_cells_give_three_raw_verdicts() -> None:
     ]
 
 
-@pytest.mark.parametrize(("sessions", "half_width"), [(2, 4.3), (3, 2.3), (4, 1.7), (6, 1.3), (8, 1.1)])
-def test_half_widths_of_the_plain_t_interval_at_one_percent(sessions: int, half_width: float) -> None:
+@pytest.mark.parametrize(("sessions", "half_width"), [(2, 4.3), (3, 2.3), (4, 2.25), (6, 1.48), (8, 1.18)])
+def test_half_widths_of_the_interval_at_one_percent(sessions: int, half_width: float) -> None:
     found = made([100.0] * sessions, [100.0] * sessions, s_min=0.01)
 
     assert found.high is not None
@@ -149,15 +149,15 @@ def test_equivalence_needs_the_ninety_percent_interval_inside_the_floor() -> Non
 
 
 def test_sessions_that_would_settle() -> None:
-    # s = 2 %, nothing changed: equivalence within 2 % from t(0.95, 2n − 2)·0.02·√(2/n) < ln 1.02, first true at n = 7
+    # s = 2 %, nothing changed: equivalence within 2 % from t(0.95, n − 1)·0.02·√(2/n) < ln 1.02, first true at n = 8
     spread = 0.02 * math.sqrt(0.5)
     values = [100 * math.exp(spread), 100 * math.exp(-spread)]
     undecided = made(values, values)
 
     assert undecided.s == pytest.approx(0.02)
-    assert sessions_to_settle(undecided, 0.02) == 7
+    assert sessions_to_settle(undecided, 0.02) == 8
     assert sessions_to_settle(made([100.0, 200.0], [100.0, 200.0]), 0.02) is None
-    assert sessions_to_settle(made([282, 311, 312], [318, 317]), 0.02) == 8
+    assert sessions_to_settle(made([282, 311, 312], [318, 317]), 0.02) == 9
 
 
 def test_the_smallest_change_that_would_be_found() -> None:
@@ -167,3 +167,25 @@ def test_the_smallest_change_that_would_be_found() -> None:
     assert smallest_detectable(found, 0.02) == pytest.approx(0.03082, abs=2e-5)
     assert smallest_detectable(made([100.0] * 8, [100.0] * 8), 0.02) == 0.02
     assert smallest_detectable(made([100.0], [100.0]), 0.02) is None
+
+
+def test_from_four_sessions_an_arm_a_drift_of_the_machine_counts_for_nothing() -> None:
+    drift = [1.0, 0.95, 0.90, 0.85, 0.80]
+    base, head = (
+        [300 * at for at in drift],
+        [270 * at * wobble for at, wobble in zip(drift, (1.01, 1, 0.99, 1, 1), strict=True)],
+    )
+    found = made(base, head)
+    assert found.blocked and found.df == 4
+    assert percent(found.estimate) == pytest.approx(-10.0, abs=0.05)
+    # Differences within blocks: ln(0.9) + (+0.00995, 0, -0.01005, 0, 0); their deviation is 0.00707, a session's 0.005.
+    assert found.s == pytest.approx(0.005, abs=2e-5)
+    # 2.776 * 0.005 * sqrt(2 / 5) = 0.00878 on the log scale.
+    assert bound(found.low) == pytest.approx(-10.79, abs=0.02)
+    assert bound(found.high) == pytest.approx(-9.21, abs=0.02)
+    three = made(base[:3], head[:3])
+    assert not three.blocked and three.df == 4 and bound(three.high) > 0
+
+
+def test_a_session_that_is_missing_ends_the_blocks() -> None:
+    assert not made([100, 99, 98, 97, 96], [100, 99, 98, 97]).blocked
