@@ -45,7 +45,8 @@ def _explanations(run: RunData, found: Comparisons) -> list[str]:
     )
     limits = run.plan.thresholds
     rule = (
-        f"Differences of mean logarithms of session values; s is the spread of a session (pooled within arms; from 4 sessions an arm on, of the differences within neighbouring slots) and at least {_hundred(limits.s_min)} %. "
+        f"Differences of mean logarithms of session values; s is the spread of a session, at least {_hundred(limits.s_min)} %: "
+        "pooled within arms, and from 4 sessions an arm on that of the differences within neighbouring slots. "
         f"Regression or improvement: Holm p < {limits.alpha:g} over the judged cells, and a change beyond the floor. "
         "Equivalent: the 90 % interval lies inside ± the floor. No session is ever dropped. "
         f"WER: bootstrap over speaker blocks, {RESAMPLES:,} resamples, seed {run.plan.seed}; worse from "

@@ -408,7 +408,8 @@ def _moves(run: RunData, found: Comparisons) -> list[str]:
     head = ("cell", "prompt", "step", "base token", "head token", "base's choice was", "head sessions")
     more = len(found.moves) - _MOST_MOVES
     tail = [f"{plural(more, 'more prompt')} in report.json.", ""] if more > 0 else []
-    title = f"**tokens moved** at {plural(len({move.item for move in found.moves}), 'prompt')} where all base–base pairs agree.{floor}"
+    prompts = plural(len({move.item for move in found.moves}), "prompt")
+    title = f"**tokens moved** at {prompts} where all base–base pairs agree.{floor}"
     return [title, "", *table(head, rows, right=(2, 3, 4)), *tail]
 
 
