@@ -1,4 +1,4 @@
-"""Buckets of decode rows and what runs a step in them. On a CPU nothing is captured: `Eager` has the same two methods."""
+"""What runs a step's forward, and in which bucket of rows. On a CPU nothing is captured: `Eager` has the same two methods."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def buckets_up_to(limit: int) -> tuple[int, ...]:
-    """Powers of two up to `limit`, and `limit` itself (no tensors)."""
-    sizes = []
-    size = 1
-    while size < limit:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, limit)
-
-
 class Eager:
-    """Runs every step as it is. `captures` stays empty; a bucket is the step's own row count."""
+    """Runs every step as it is, in a bucket of its own row count; `buckets` lists captured sizes, so it stays empty."""
 
-    def __init__(self) -> None:
-        self.captures: tuple[int, ...] = ()
+    mode = "eager"
+    buckets: tuple[int, ...] = ()
 
     def bucket(self, rows: int) -> int:
-        """Return the padded row count that `rows` rows run in."""
+        """Return the padded row count that `rows` rows run in (no tensors)."""
         return rows
 
     def run(self, rows: int, forward: Callable[[], Result]) -> Result:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.capture import Eager
 from engine.config import SWITCHES, EngineSettings
 from engine.errors import RequestError
 from engine.kv.pages import KVCache, PagePool, pages_for
@@ -39,6 +40,7 @@ class Engine:
         positions = model.config.thinker.max_positions
         self.max_model_len = min(settings.max_model_len or positions, positions)
         self.slots = SlotPool(settings.max_batch)
+        self.capture = Eager()
         count = settings.kv_pages or DEFAULT_FULL_REQUESTS * pages_for(self.max_model_len, settings.page_size)
         self.pages = {Component.THINKER: PagePool(count)}
         if model.talker is not None:
@@ -105,6 +107,7 @@ class Engine:
             model.thinker,
             self._cache(model.thinker, pages),
             self.stops.of(Component.THINKER),
+            capture=self.capture,
             config=model.config,
             audio_states=audio_states,
             media_rows=media_rows,
@@ -121,6 +124,7 @@ class Engine:
             model.talker,
             self._cache(model.talker, pages),
             self.stops.of(Component.TALKER),
+            capture=self.capture,
             media_rows=media_rows,
             text_queue=text_queue,
             frame_queue=frame_queue,
@@ -225,7 +229,7 @@ class Engine:
         """Switches, captures and limits, as `/info` shows them."""
         return {
             "switches": {name: self._on(name) for name in SWITCHES},
-            "captures": {"mode": "eager", "buckets": []},
+            "captures": {"mode": self.capture.mode, "buckets": list(self.capture.buckets)},
             "limits": {
                 "max_model_len": self.max_model_len,
                 "max_frames": self.max_frames,

@@ -26,7 +26,7 @@ from engine.model.talker import Talker
 from engine.model.thinker import Thinker
 from engine.model.walks import text_index
 from engine.request import Request, Sampling, StepTrace, TopTwo
-from engine.sampler import TALKER_STREAM, THINKER_STREAM, SamplingRows, choose, sampling_rows, top_two
+from engine.sampler import GREEDY, TALKER_STREAM, THINKER_STREAM, SamplingRows, choose, sampling_rows, top_two
 from engine.step import Component, Row, Step
 from engine.stop import STOP, StopCheck, StopRow
 from engine.stream import DeviceQueue
@@ -94,6 +94,11 @@ class _Live:
     audio_at: Tensor | None = None
     last_token: int = 0
     stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the track's next row is a part of its prompt."""
+        return self.track.prefilled < self.track.prompt_length
 
 
 class _Tracks:
@@ -182,6 +187,7 @@ class ThinkerRunner:
         cache: KVCache,
         stop: StopCheck,
         *,
+        capture: Eager,
         config: OmniConfig,
         audio_states: dict[str, Tensor],
         media_rows: dict[str, Tensor],
@@ -202,7 +208,7 @@ class ThinkerRunner:
         self._tokens = Slots(slots, (), torch.int64, device)
         self._seen = torch.zeros((slots, thinker.vocab), dtype=torch.bool, device=device)
         self._device_loopback = device_loopback
-        self._capture = Eager()
+        self._capture = capture
         self.counters = {"loopback_rows_device": 0, "loopback_rows_host": 0, "top_two_rows": 0}
 
     def open(self, request: Request, track: Track) -> None:
@@ -233,12 +239,11 @@ class ThinkerRunner:
         slots = self._tracks.slots(step)
         plan = self._tracks.plan(step)
         x = self._inputs(step, live, slots)
-        keep = any(
-            one.request.clips and one.track.audio_output and one.track.prefilled < row.start + row.length
-            for one, row in zip(live, step.rows, strict=True)
-            if one.track.prefilled < one.track.prompt_length
+        keep = any(one.prefilling and one.track.audio_output and one.audio_at is not None for one in live)
+        hidden, accept = self._capture.run(
+            len(step.rows),
+            lambda: self._thinker.forward(x, plan, self._cache.keys, self._cache.values, states=keep),
         )
-        hidden, accept = self._thinker.forward(x, plan, self._cache.keys, self._cache.values, states=keep)
         logits = self._thinker.logits(hidden.index_select(0, plan.last))
         wishes = sampling_rows(
             [one.request.sampling for one in live],
@@ -247,7 +252,7 @@ class ThinkerRunner:
             stream=THINKER_STREAM,
             device=self._tracks.device,
         )
-        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != "greedy" else None)
+        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)
         launched = Launched(step, self._capture.bucket(len(step.rows)), tokens)
         if any(one.request.top_logprobs for one in live):
             launched.top_ids, launched.top_logprobs = top_two(logits)
@@ -258,11 +263,11 @@ class ThinkerRunner:
 
     def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
         """Embed prompt ids, what the slots hold and, at audio pads, the encoder's states; returns [n, H]."""
-        if all(one.track.prefilled >= one.track.prompt_length for one in live):
+        if not any(one.prefilling for one in live):
             return self._thinker.embed(self._looped_back(live, slots))
         parts, audio = [], []
         for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
-            if one.track.prefilled >= one.track.prompt_length:
+            if not one.prefilling:
                 parts.append(self._looped_back([one], slots[index : index + 1]))
                 continue
             assert one.prompt is not None
@@ -298,7 +303,7 @@ class ThinkerRunner:
         """Keep the Talker's view of the audio: the accept layer's rows at audio pads, [tokens, H] per request."""
         offset = 0
         for row, one in zip(step.rows, live, strict=True):
-            if one.audio_at is not None and one.track.audio_output and one.track.prefilled < one.track.prompt_length:
+            if one.audio_at is not None and one.track.audio_output and one.prefilling:
                 inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
                 rows = accept[one.audio_at[inside] - row.start + offset]
                 before = self._media_rows.get(row.request_id) if row.start > 0 else None
@@ -357,6 +362,7 @@ class TalkerRunner:
         cache: KVCache,
         stop: StopCheck,
         *,
+        capture: Eager,
         media_rows: dict[str, Tensor],
         text_queue: DeviceQueue,
         frame_queue: DeviceQueue,
@@ -375,7 +381,7 @@ class TalkerRunner:
         self._frames = Slots(slots, (talker.hidden,), cache.keys.dtype, device)
         self._seen = torch.zeros((slots, talker.vocab), dtype=torch.bool, device=device)
         self._end_id, self._pad_id = marker_ids
-        self._capture = Eager()
+        self._capture = capture
         self.counters = {"talker_prompts": 0}
 
     def open(self, request: Request, track: Track) -> None:
@@ -394,7 +400,10 @@ class TalkerRunner:
         live = self._tracks.of(step)
         slots = self._tracks.slots(step)
         plan = self._tracks.plan(step)
-        y = self._talker.forward(self._inputs(step, live, slots), plan, self._cache.keys, self._cache.values)
+        x = self._inputs(step, live, slots)
+        y = self._capture.run(
+            len(step.rows), lambda: self._talker.forward(x, plan, self._cache.keys, self._cache.values)
+        )
         y = y.index_select(0, plan.last)
         speech = [one.request.speech for one in live]
         logits = self._talker.logits(y).masked_fill(self._talker.suppressed, float("-inf"))
@@ -408,7 +417,7 @@ class TalkerRunner:
             stream=TALKER_STREAM,
             device=self._tracks.device,
         )
-        first = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != "greedy" else None)
+        first = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)
         rest, total = self._predict(y, first, wishes)
         self._seen[slots, first] = True
         codes = torch.cat([first[:, None], rest], dim=1)
@@ -431,7 +440,7 @@ class TalkerRunner:
 
     def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
         """Prompt rows, or for decode rows the last frame's embeddings plus the text that goes with it; returns [n, H]."""
-        decode = [one.track.prefilled >= one.track.prompt_length for one in live]
+        decode = [not one.prefilling for one in live]
         looped = self._frames.read(slots) + self._text_rows(live, slots) if any(decode) else None
         if all(decode):
             assert looped is not None

@@ -19,9 +19,7 @@ FLIP_STEP = 5
 
 # Lines of the engine, whole and unindented text included, that a plant hooks onto.
 LAUNCH = "            self._in_flight.append((step, [self.runner.launch(step)], []))"
-CHOOSE = (
-    '        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != "greedy" else None)'
-)
+CHOOSE = "        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)"
 
 
 class PlantError(ValueError):

@@ -19,7 +19,10 @@ from tests.gate.trees import make_repository, run_git
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [7, 300, 2]
 KEY = hashlib.sha256(struct.pack("<3i", *PROMPT)).hexdigest()[:12]
-RUNNER = f"""class Runner:
+RUNNER = f"""GREEDY = "greedy"
+
+
+class Runner:
     def launch(self, logits, live, wishes, choose, slots):
 {CHOOSE}
         return tokens.tolist()
