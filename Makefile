@@ -1,5 +1,5 @@
 # make test, make demo: each makes .venv when it is not there. `make help` lists the rest.
-# Everything here is for a CPU; for a GPU install the extra `cuda` in an environment of your own (README.md).
+# Everything here is for a CPU.
 
 TORCH ?= 2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.request import Sampling
 
+LEAST_TEMPERATURE = 1e-6
 GREEDY, PENALISED, SAMPLED = "greedy", "penalised", "sampled"
 THINKER_STREAM, TALKER_STREAM = 0, 1
 
@@ -145,7 +146,8 @@ def choose(logits: Tensor, rows: SamplingRows, seen: Tensor | None, codebook: in
     best = logits.argmax(-1)
     if rows.kind != SAMPLED:
         return best
-    temperature = torch.where(rows.greedy, 1.0, rows.temperature)
+    # Below the least temperature a quotient may overflow, and what is drawn is the largest logit anyway.
+    temperature = torch.where(rows.greedy, 1.0, rows.temperature.clamp(min=LEAST_TEMPERATURE))
     scaled = keep_top_p(keep_top_k(logits / temperature[:, None], rows.top_k), rows.top_p)
     return torch.where(rows.greedy, best, draw(scaled, rows.uniform[:, codebook]))
 

@@ -28,10 +28,13 @@ from typer.core import TyperGroup
 from gate import plant, run
 from gate.arm import ArmChoice, ArmError, git, laid_out, make_model, parse_env
 from gate.plant import PlantError
+from gate.record import RunData
 from gate.run import EXIT_INVALID, EXIT_USAGE
 from gate.rundir import RunDir, RunDirError, existing
 from gate.session import Refused
 from gate.summary import session_table
+from gate.verdict import REGRESSION
+from gate.verdict import compare as compare_run
 from gate.wish import Wish
 from gate.workload import WorkloadError, default_root, load_prompts, ordered
 
@@ -267,7 +270,7 @@ def compare(
 
     `gate compare HEAD . --set demo --sessions 2`
 
-    `gate compare HEAD HEAD --head-args '--disable plan_cache'`
+    `gate compare HEAD HEAD --head-args '--disable device_loopback'`
 
     `gate compare main HEAD --cells A2T@1,A2T@4 --librispeech data/test-other`
 
@@ -479,7 +482,21 @@ def demo(
         choices = (ArmChoice("base", "HEAD~1"), ArmChoice("head", "HEAD"))
         again = f"gate demo --sessions {sessions} --seed {seed}"  # the clone will be gone
         code = _compare(Wish(choices, clone, target, "demo", sessions=sessions, seed=seed, command=again))
+        typer.echo(found_plants(run.load_run(target)))
     raise typer.Exit(0 if code in (0, 1, 2) and (target / "report.md").is_file() else code or EXIT_INVALID)
+
+
+def found_plants(run_data: RunData) -> str:
+    """Say which of the demo's two faults the gate found."""
+    found = compare_run(run_data)
+    slower = sum(cell.verdict == REGRESSION for cell in found.cells)
+    slow = (
+        f"found in {slower} of {len(found.cells)} cells"
+        if slower
+        else "not proven; this machine was too busy for so few sessions"
+    )
+    flip = "found" if found.moves else "not found"
+    return f"planted: slower decoding: {slow}; flipped token: {flip}. More sessions prove more: gate demo --sessions 5"
 
 
 def _demo_dir() -> Path:

@@ -411,3 +411,10 @@ def test_the_top_two_look_at_logits_before_any_sampling() -> None:
     expected = logits.log_softmax(-1).topk(2)
     assert torch.equal(ids, expected.indices)
     assert torch.equal(logprobs, expected.values)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-44, 1e-7])
+def test_a_tiny_temperature_takes_the_largest_logit(temperature: float) -> None:
+    logits = torch.tensor([[0.5, 11.0, 80.0, 79.5]])
+    rows = sampling_rows([Sampling(temperature=temperature)], [0], codebooks=1, stream=0, device=torch.device("cpu"))
+    assert choose(logits, rows, None).tolist() == [2]

@@ -18,6 +18,7 @@ from gate.cli import app, first_part
 from gate.plant import CHOOSE, LAUNCH
 from gate.rundir import RunDir
 from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
+from tests.server.serving import heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,7 +190,12 @@ def test_an_interrupted_run_leaves_no_server_and_no_worktree_and_keeps_its_recor
     ]
     environment = {**os.environ, "FAKE_LOG": str(log), "PYTHONPATH": str(ROOT)}
     gate = subprocess.Popen(
-        [sys.executable, "-m", "gate", *words], cwd=repo, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "gate", *words],
+        cwd=repo,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     wait_for(lambda: log.exists() and log.read_text().count("boot") == 2)
     gate.send_signal(number)

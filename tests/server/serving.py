@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -93,11 +94,23 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), **extra}
 
 
+def heed_interrupts() -> None:
+    """Undo what a shell does to commands in its background, whose children would ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def started(log: Path, *words: str) -> Iterator[Server]:
     """A server that has printed nothing yet; its processes are gone afterwards."""
     with log.open("wb") as out:
-        process = subprocess.Popen(command("serve", *words), stdout=out, stderr=out, cwd=REPOSITORY, env=environment())
+        process = subprocess.Popen(
+            command("serve", *words),
+            stdout=out,
+            stderr=out,
+            cwd=REPOSITORY,
+            env=environment(),
+            preexec_fn=heed_interrupts,
+        )
     try:
         yield Server(process, 0, log)
     finally:

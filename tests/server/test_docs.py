@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from engine.server.protocol import GenerateFields, SpeechFields
-from tests.server.serving import Server, audio_file, tone
+from tests.server.serving import Server
 from tests.shared import REPOSITORY
 
 API = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+CLIP_TOKENS = 35  # of workloads/clips/c00.flac
 EXAMPLES = re.findall(r"```bash\n(.*?)```", API, flags=re.DOTALL)
 
 
@@ -25,7 +26,7 @@ def test_there_are_five_examples():
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the examples use curl")
 @pytest.mark.parametrize("place", range(5))
 def test_an_example_of_the_manual_works(server: Server, tmp_path: Path, place: int):
-    (tmp_path / "question.wav").write_bytes(audio_file(tone(1.0)))
+    (tmp_path / "workloads").symlink_to(REPOSITORY / "workloads")
     script = EXAMPLES[place].replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
     assert script != EXAMPLES[place]
     done = subprocess.run(
@@ -35,7 +36,7 @@ def test_an_example_of_the_manual_works(server: Server, tmp_path: Path, place: i
     if "/generate" in script:
         last = json.loads(done.stdout.splitlines()[-1])
         assert last["finish_reason"] in ("stop", "length")
-        assert last["usage"]["audio_tokens_in"] == (13 if "question.wav" in script else 0)
+        assert last["usage"]["audio_tokens_in"] == (CLIP_TOKENS if "c00.flac" in script else 0)
 
 
 def test_every_field_is_in_the_manual():
