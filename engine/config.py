@@ -12,6 +12,10 @@ from engine.errors import WalkgateError
 
 SWITCHES = ("text_walk", "device_loopback", "vectorised_stop", "batching", "stateful_code2wav")
 DTYPES = ("float32", "bfloat16", "float16")
+# Devices that the operations of engine/kernels exist for.
+DEVICES = ("cpu",)
+MOST_THREADS = 1024
+MOST_KV_PAGES = 1 << 22  # 67 million positions of 16 a page
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
@@ -50,6 +54,12 @@ class EngineSettings:
         for name, value in wanted.items():
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, is {value}")
+        most = {"--threads": (self.threads, MOST_THREADS), "--kv-pages": (self.kv_pages or 1, MOST_KV_PAGES)}
+        for name, (value, limit) in most.items():
+            if value > limit:
+                raise SettingError(f"{name} must be at most {limit}, is {value}")
+        if self.device not in DEVICES:
+            raise SettingError(f"--device {self.device!r} is not served yet; there is {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise SettingError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
         check_switches(self.disabled)

@@ -39,15 +39,18 @@ class Sound:
     seconds: float
 
 
-def decode(data: bytes, place: int, max_seconds: float) -> Sound:
-    """Decode clip number `place`; RequestError when it is empty, broken, too short, longer than `max_seconds` or not finite."""
+def decode(data: bytes, place: int, max_seconds: float, used: float = 0.0) -> Sound:
+    """Decode clip number `place`; RequestError when it is empty, broken, too short, too long or not finite.
+
+    All clips of a request share `max_seconds`, of which those before this one take `used`. No more than is left is read.
+    """
     if not data:
         raise _fault(place, "is empty (0 bytes)", "empty_audio")
     _check_riff(data, place)
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_header(file, place)
-            samples, read = _resampled(file, place, max_seconds)
+            samples, read = _resampled(file, place, max_seconds, used)
             seconds = read / file.samplerate
             if file.format == "FLAC" and read < file.frames:
                 raise _fault(place, f"is cut off after {read} of {file.frames} samples", "truncated_audio")
@@ -82,16 +85,18 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Floats]:
         yield block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
 
 
-def _resampled(file: soundfile.SoundFile, place: int, max_seconds: float) -> tuple[Floats, int]:
+def _resampled(file: soundfile.SoundFile, place: int, max_seconds: float, used: float) -> tuple[Floats, int]:
     """Return the samples at 16 kHz and the count read at the file's own rate."""
     stream = None if file.samplerate == SAMPLE_RATE else soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, "float32")
     parts: list[Floats] = []
-    read, most = 0, int(max_seconds * file.samplerate)
+    read, most = 0, round((max_seconds - used) * file.samplerate)
     for block in _mono(file):
         read += len(block)
         if read > most:
             seconds = max(read, file.frames) / file.samplerate
-            raise _fault(place, f"lasts {seconds:.1f} s; this model takes at most {max_seconds:g} s", "audio_too_long")
+            sooner = f" and the clips before it {used:.1f} s" if used else ""
+            what = f"lasts {seconds:.1f} s{sooner}; this model takes at most {max_seconds:g} s"
+            raise _fault(place, what + (" of audio in all" if used else ""), "audio_too_long")
         parts.append(block if stream is None else stream.resample_chunk(block))
     if stream is not None:
         parts.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))

@@ -197,7 +197,9 @@ class OmniConfig:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{folder} has no config.json; name a model folder") from None
-        except json.JSONDecodeError as error:
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+        except ValueError as error:  # not UTF-8, or not JSON
             raise CheckpointError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise CheckpointError(f"{path} must hold an object, holds a {type(data).__name__}")

@@ -6,7 +6,7 @@ Runs in the front process, off its event loop. No torch. Every fault is a Reques
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from engine.detokenize import TokenBytes
 from engine.errors import CheckpointError, RequestError
 from engine.model.chat import ChatTemplate, load_tokenizer
-from engine.model.clips import HOP, SAMPLE_RATE, WINDOW, decode, log_mel
+from engine.model.clips import HOP, SAMPLE_RATE, WINDOW, Sound, decode, log_mel
 from engine.model.config import OmniConfig, SpecialIds
 from engine.model.positions import TOKENS_PER_CHUNK, audio_tokens
 from engine.request import Clip, Request, Speech
@@ -26,6 +26,10 @@ from engine.request import Clip, Request, Speech
 PROMPT_OVERHEAD = 16
 # Rows that open the Talker's answer, after the user turns that it reads.
 TALKER_OPENING = 9
+
+
+class Unwanted(Exception):
+    """Nobody waits for the request any more, so the work on it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +73,36 @@ class Processor:
         """The longest clip that can fit a prompt, in whole seconds."""
         return max_audio_seconds(self.max_model_len)
 
-    def complete(self, draft: Request, inputs: Inputs) -> Request:
-        """Return `draft` with its prompt ids, clips and limits filled in; RequestError when it can't be served."""
-        clips = [self._clip(data, place) for place, data in enumerate(inputs.audio)]
+    def complete(self, draft: Request, inputs: Inputs, unwanted: Callable[[], bool] = lambda: False) -> Request:
+        """Return `draft` with its prompt ids, clips and limits filled in; RequestError when it can't be served.
+
+        `unwanted` is asked before each clip; once it says True, Unwanted is raised.
+        """
+        clips = self._clips(inputs.audio, unwanted)
         ids = self._expand(self._prompt(inputs), clips, inputs.prompt_field)
         tokens = self._max_tokens(len(ids), draft.max_tokens, inputs)
         speech = None if draft.speech is None else self._speech(draft.speech, ids, inputs.clamp_frames)
         return msgspec.structs.replace(draft, prompt_ids=ids, clips=clips, max_tokens=tokens, speech=speech)
 
-    def _clip(self, data: bytes, place: int) -> Clip:
-        sound = decode(data, place, self.max_audio_seconds)
+    def _clips(self, files: Sequence[bytes], unwanted: Callable[[], bool]) -> list[Clip]:
+        """Decode clips for as long as they fit the model together: a small body can unpack to any amount of sound."""
+        clips: list[Clip] = []
+        seconds, tokens = 0.0, 0
+        for place, data in enumerate(files):
+            if unwanted():
+                raise Unwanted
+            sound = decode(data, place, self.max_audio_seconds, seconds)
+            seconds += sound.seconds
+            tokens += audio_tokens(len(sound.samples) // HOP)
+            if tokens >= self.max_model_len:
+                what = (
+                    f"audio[0] to audio[{place}] take {tokens} tokens" if place else f"audio[0] takes {tokens} tokens"
+                )
+                raise _too_long("audio", what, self.max_model_len)
+            clips.append(self._clip(sound))
+        return clips
+
+    def _clip(self, sound: Sound) -> Clip:
         mel = log_mel(sound.samples, self.config.audio.mel_bins)
         frames = mel.shape[1]
         return Clip(
@@ -215,6 +239,8 @@ def _check_mel(path: Path, mel_bins: int) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, holds a {type(found).__name__}")
     wanted = {"feature_size": mel_bins, "sampling_rate": SAMPLE_RATE, "n_fft": WINDOW, "hop_length": HOP, "dither": 0.0}
     for key, value in wanted.items():
         if found.get(key, value) != value:

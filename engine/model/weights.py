@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
@@ -370,7 +370,10 @@ class _Folder:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._files: dict[str, _File] = {}
         for path in _tensor_files(folder):
-            file: _File = stack.enter_context(safe_open(path, framework="pt"))
+            try:
+                file: _File = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} can't be read as safetensors: {error}; fetch it again") from None
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def names(self) -> set[str]:
@@ -390,11 +393,19 @@ def _tensor_files(folder: Path) -> list[Path]:
         if not single.exists():
             raise CheckpointError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         return [single]
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    names = _indexed(index)
     absent = [name for name in names if not (folder / name).exists()]
     if absent:
         raise CheckpointError(f"{folder} lacks {_listed(absent)}, which model.safetensors.index.json names")
     return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    """The file names that an index gives."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} can't be read as an index: {type(error).__name__}: {error}") from None
 
 
 def _listed(names: list[str]) -> str:

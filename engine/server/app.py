@@ -83,7 +83,7 @@ async def _generate(front: Front, http: HTTPRequest) -> Response:
     streaming = False
     try:
         data = await _read_body(http)
-        fields, request = await front.prepare(http.headers.get("content-type", ""), data)
+        fields, request = await _unless_gone(http.receive, front.prepare(http.headers.get("content-type", ""), data))
         answer = _Answer(front, fields, request)
         response = await _unless_gone(http.receive, answer.begin())
         streaming = isinstance(response, _Stream)

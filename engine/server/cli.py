@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from engine.config import SWITCHES, EngineSettings, SettingError, cache_folder, default_dtype, parse_switches
+from engine.config import DEVICES, SWITCHES, EngineSettings, SettingError, cache_folder, default_dtype, parse_switches
 from engine.errors import CheckpointError, WalkgateError
 from engine.model.config import OmniConfig
 from engine.server.source import package_folder, source_digest, source_root
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.server.front import Front
 
 EXIT_FAILED, EXIT_USAGE = 1, 64
+_BACKLOG = 2048
 # Typer keeps the class of usage errors to itself; it is the base of the one that it exports.
 _UsageError = typer.BadParameter.__bases__[0]
 
@@ -45,14 +46,14 @@ Model = Annotated[
 
 
 @app.command(
-    epilog="Examples:  [b]omni serve[/b]  ·  [b]omni serve /models/Qwen3-Omni --device cuda --port 9000[/b]  ·  "
+    epilog="Examples:  [b]omni serve[/b]  ·  [b]omni serve /models/Qwen3-Omni --dtype bfloat16 --port 9000[/b]  ·  "
     "[b]omni serve --disable batching,text_walk[/b]"
 )
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8000,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)}.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto suits the device.")] = "auto",
     disable: Annotated[str, typer.Option(help=f"Switches to turn off, comma-separated: {', '.join(SWITCHES)}.")] = "",
     model_len: Annotated[
@@ -131,12 +132,16 @@ def _inner(value: object) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything is loaded: a port in use is known at once, and /health answers while the model loads."""
+    """Listen before anything is loaded: a port in use is known at once, and /health answers while the model loads.
+
+    Only listening claims a port: two sockets that are bound with SO_REUSEADDR can share one until then.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
         hint = "; name another with --port" if error.errno == errno.EADDRINUSE else ""
         raise WalkgateError(f"can't listen on {host}:{port}: {error.strerror or error}{hint}") from None

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import uvicorn
 
 from engine.client import BootError, EngineClient, EngineProcess, Hello, start_engine
 from engine.config import MAX_BODY_BYTES, EngineSettings
-from engine.errors import RequestError
+from engine.errors import RequestError, WalkgateError
 from engine.metrics import FrontCounters, prometheus_text
 from engine.model.config import OmniConfig
 from engine.model.processor import Inputs, Processor
@@ -98,11 +99,18 @@ class Front:
         return RequestError(f"the server is {self.status}; wait for /health to say ok", code=self.status, status=503)
 
     async def prepare(self, content_type: str, data: bytes) -> tuple[GenerateFields, Request]:
-        """Check a body and make its Request, off the event loop; RequestError names the field and the fix."""
+        """Check a body and make its Request, off the event loop; RequestError names the field and the fix.
+
+        A caller that is cancelled ends the work too, at the next clip.
+        """
         if self.status != OK or self.processor is None:
             raise self._not_ready()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.pool, _prepare, self.processor, content_type, data)
+        unwanted = threading.Event()
+        try:
+            return await loop.run_in_executor(self.pool, _prepare, self.processor, content_type, data, unwanted)
+        finally:
+            unwanted.set()
 
     async def metrics(self) -> str:
         """Prometheus text; when the engine is too busy to answer, its last known values and `walkgate_engine_answered` 0."""
@@ -166,7 +174,9 @@ def model_summary(folder: Path, config: OmniConfig) -> dict[str, object]:
     }
 
 
-def _prepare(processor: Processor, content_type: str, data: bytes) -> tuple[GenerateFields, Request]:
+def _prepare(
+    processor: Processor, content_type: str, data: bytes, unwanted: threading.Event
+) -> tuple[GenerateFields, Request]:
     body = parse(content_type, data)
     fields = body.fields
     draft = Request(
@@ -188,7 +198,7 @@ def _prepare(processor: Processor, content_type: str, data: bytes) -> tuple[Gene
         clamp_tokens="max_tokens" not in fields.model_fields_set,
         clamp_frames=fields.speech is None or "max_frames" not in fields.speech.model_fields_set,
     )
-    return fields, processor.complete(draft, inputs)
+    return fields, processor.complete(draft, inputs, unwanted.is_set)
 
 
 def _sampling(fields: GenerateFields | SpeechFields) -> Sampling:
@@ -250,32 +260,37 @@ async def serve(
     server = _http_server(front)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        return await _live(front, ready)
+        return await _live(front, serving, ready)
     finally:
         client.shut_down()
         server.should_exit = True
         # An engine that still loads its model hears nothing, and there is nothing that it could spoil.
-        await asyncio.gather(serving, engine.stop(_STOP_S if front.hello is not None else 0.0))
+        stopped = engine.stop(_STOP_S if front.hello is not None else 0.0)
+        # How the HTTP side ended is `_live`'s to say; here it must not keep the rest from being closed.
+        await asyncio.gather(serving, stopped, return_exceptions=True)
         client.close()
         front.pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _live(front: Front, ready: Callable[[Front], None]) -> int:
+async def _live(front: Front, serving: asyncio.Task[None], ready: Callable[[Front], None]) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopped = asyncio.create_task(stop.wait())
     died = asyncio.create_task(front.engine.exit_code())
     booted = asyncio.create_task(front.boot())
-    await asyncio.wait({stopped, died, booted}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({stopped, died, booted, serving}, return_when=asyncio.FIRST_COMPLETED)
     if died.done() and not booted.done():
         # What the engine said before it ended may still be on its way, and says more than an exit code.
         await asyncio.wait({booted}, timeout=_LAST_NEWS_S)
     if booted.done():
         booted.result()
-        ready(front)
-        await asyncio.wait({stopped, died}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            ready(front)
+            await asyncio.wait({stopped, died, serving}, return_when=asyncio.FIRST_COMPLETED)
     booted.cancel()
+    if serving.done() and not stopped.done():
+        raise WalkgateError(f"the HTTP server ended: {serving.exception() or 'it stopped by itself'}")
     if not stopped.done():
         await _mourn(front, died.result(), stopped)
     front.status = STOPPING

@@ -22,7 +22,7 @@ import zmq
 
 import engine
 from engine.client import Add, AskCounters, Cancel, Counters, Events, Failed, Hello, News, Order, Refused
-from engine.config import EngineSettings
+from engine.config import EngineSettings, SettingError
 from engine.errors import RequestError, WalkgateError
 from engine.request import Event
 
@@ -109,7 +109,18 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     torch.set_num_threads(settings.threads)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     model = load_model(model_folder, device=settings.device, dtype=dtype, chunk_frames=settings.chunk_frames)
-    return Engine(model, settings), model.weights_digest
+    try:
+        return Engine(model, settings), model.weights_digest
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        asked = "" if settings.kv_pages is None else f" {settings.kv_pages}"
+        raise SettingError(f"there is no memory for the KV pages; ask for fewer than --kv-pages{asked}") from None
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, which torch says on a CPU by the words of a RuntimeError only."""
+    return isinstance(error, MemoryError) or any(word in str(error) for word in ("alloc", "Storage size"))
 
 
 def _connect(address: str) -> zmq.Socket[bytes]:

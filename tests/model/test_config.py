@@ -154,3 +154,14 @@ def test_a_folder_without_config_and_a_config_that_is_no_json_are_told_apart(tmp
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="must hold an object"):
         OmniConfig.load(tmp_path)
+
+
+def test_a_config_that_is_not_utf8_or_a_folder_is_named(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(CheckpointError, match=r"config.json is not JSON: 'utf-8' codec"):
+        OmniConfig.load(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"config.json can't be read: Is a directory"):
+        OmniConfig.load(tmp_path)

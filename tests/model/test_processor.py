@@ -16,7 +16,7 @@ from engine.errors import CheckpointError, RequestError
 from engine.model.chat import ChatTemplate, load_tokenizer
 from engine.model.clips import decode, log_mel, mel_filters
 from engine.model.config import OmniConfig
-from engine.model.processor import Inputs, Processor, max_audio_seconds, user_tokens
+from engine.model.processor import Inputs, Processor, Unwanted, max_audio_seconds, user_tokens
 from engine.request import Request, Sampling, Speech
 from tests.server.serving import audio_file, tone
 from tests.shared import shared
@@ -252,3 +252,38 @@ def test_the_released_tokenizer_and_settings_are_understood_in_both_layouts(tmp_
     # <|im_start|> user \n <|audio_start|> 13 x <|audio_pad|> <|audio_end|> Hello world <|im_end|> \n <|im_start|> assistant \n
     pads = [151675] * 13
     assert made[0] == [151644, 872, 198, 151669, *pads, 151670, 9707, 1879, 151645, 198, 151644, 77091, 198]
+
+
+def test_clips_share_the_seconds_of_one_request_and_no_more_than_those_are_decoded(tiny_checkpoint: Path):
+    small = Processor.load(tiny_checkpoint, OmniConfig.load(tiny_checkpoint), 1024)
+    minute = audio_file(np.zeros(60 * 16000, np.float32), kind="FLAC")
+    asked: list[bool] = []
+    with pytest.raises(RequestError) as caught:
+        small.complete(DRAFT, Inputs(text="a", audio=[minute] * 50), lambda: bool(asked.append(True)))
+    assert (caught.value.field, caught.value.status) == ("audio", 400)
+    assert caught.value.message == (
+        "audio[1] lasts 60.0 s and the clips before it 60.0 s; this model takes at most 77 s of audio in all"
+    )
+    assert len(asked) == 2
+
+
+def test_clips_of_few_milliseconds_share_the_tokens_of_one_request(tiny_checkpoint: Path):
+    small = Processor.load(tiny_checkpoint, OmniConfig.load(tiny_checkpoint), 64)
+    with pytest.raises(RequestError) as caught:
+        small.complete(DRAFT, Inputs(text="a", audio=[audio_file(tone(0.03))] * 1000))
+    assert caught.value.message == (
+        "audio[0] to audio[63] take 64 tokens; this server takes 64 tokens a request, generated ones included"
+    )
+
+
+def test_work_that_nobody_wants_ends_at_the_next_clip(processor: Processor):
+    answers = iter([False, False, True])
+    with pytest.raises(Unwanted):
+        processor.complete(DRAFT, Inputs(text="a", audio=[audio_file(tone(0.1))] * 9), lambda: next(answers))
+
+
+def test_audio_settings_that_are_no_object_are_refused(tiny_checkpoint: Path, tmp_path: Path):
+    copied(tiny_checkpoint, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"preprocessor_config.json must hold an object, holds a list"):
+        Processor.load(tmp_path, OmniConfig.load(tmp_path), 64)

@@ -192,3 +192,17 @@ def test_the_digest_covers_names_and_contents_of_the_files_in_the_folder(tmp_pat
     assert first == "ec32ea88f6e230a3a61d628212336c74f94ccf0b8dc522aa57f13607a1bae027"
     (tmp_path / "b.bin").rename(tmp_path / "c.bin")
     assert weights_digest(tmp_path) != first
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 4096, (100).to_bytes(8, "little") + b"{"])
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, config: OmniConfig, content: bytes):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors can't be read as safetensors: "):
+        load_weights(tmp_path, config)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": {}}}'])
+def test_an_index_that_names_no_files_is_named(tmp_path: Path, config: OmniConfig, content: str):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json can't be read as an index: "):
+        load_weights(tmp_path, config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +16,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine.config import EngineSettings
+from engine.errors import WalkgateError
+from engine.model.config import OmniConfig
+from engine.server import front
+from engine.server.cli import _listen
 from tests.server.serving import (
     Server,
+    audio_file,
+    base64_text,
     command,
     environment,
     gone,
     serving,
     started,
+    tone,
     wait_ready,
     wait_until,
 )
@@ -262,6 +272,11 @@ def test_a_port_in_use_is_one_line_and_1(server: Server, tiny_checkpoint: Path):
         (("serve", "--port", "x"), 64, "--port"),
         (("serve", "--port", "70000"), 64, "--port"),
         (("serve", "--threads", "0"), 64, "--threads"),
+        (("serve", "--threads", "1025"), 64, "--threads must be at most 1024, is 1025"),
+        (("serve", "--kv-pages", "1" + 30 * "0"), 64, "--kv-pages must be at most 4194304"),
+        (("serve", "--device", "abacus"), 64, "--device 'abacus' is not served yet; there is cpu"),
+        (("serve", "--device", "cuda:x"), 64, "--device 'cuda:x' is not served yet"),
+        (("serve", "--device", "cuda"), 64, "--device 'cuda' is not served yet"),
         (("serve", "--prot", "1"), 64, "--prot"),
         (("serv",), 64, "serv"),
         (("tiny",), 64, "--out"),
@@ -292,10 +307,55 @@ def test_a_folder_without_weights_ends_with_the_reason(tiny_checkpoint: Path, tm
     assert done.stderr.count("\n") == 1
 
 
-def test_a_device_that_is_not_there_ends_with_the_reason(tiny_checkpoint: Path):
-    done = run("serve", str(tiny_checkpoint), "--port", "0", "--device", "abacus")
-    assert done.returncode == 1
-    assert "abacus" in done.stderr.splitlines()[-1]
+def test_an_http_side_that_fails_ends_the_server_with_the_reason(tiny_checkpoint: Path):
+    listener = socket.socket()
+    listener.close()
+    children = set(psutil.Process().children())
+    serving_it = front.serve(
+        tiny_checkpoint, OmniConfig.load(tiny_checkpoint), EngineSettings(), listener, lambda _: pytest.fail("ready")
+    )
+    with pytest.raises(WalkgateError, match=r"the HTTP server ended: .*Bad file descriptor"):
+        asyncio.run(asyncio.wait_for(serving_it, 60))
+    assert set(psutil.Process().children()) <= children
+
+
+def test_weights_that_are_cut_off_end_the_server_with_the_files_name(tiny_checkpoint: Path, tmp_path: Path):
+    shutil.copytree(tiny_checkpoint, tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    done = run("serve", str(file.parent), "--port", "0")
+    assert done.returncode == 1, done.stderr
+    assert f"{file} can't be read as safetensors" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_pages_beyond_the_memory_are_one_line_and_1(tiny_checkpoint: Path):
+    # 8 GiB of address space: enough to load the model, too little for the pages.
+    words = command("serve", str(tiny_checkpoint), "--port", "0", "--kv-pages", "4000000")
+    limited = ["bash", "-c", 'ulimit -v 8388608; exec "$@"', "bash", *words]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60, env=environment(), cwd=REPOSITORY)
+    assert done.returncode == 1, done.stderr
+    assert "there is no memory for the KV pages; ask for fewer than --kv-pages 4000000" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_is_claimed_before_anything_is_loaded():
+    first = _listen("127.0.0.1", 0)
+    try:
+        port = first.getsockname()[1]
+        with pytest.raises(WalkgateError, match=f"can't listen on 127.0.0.1:{port}: Address already in use"):
+            _listen("127.0.0.1", port)
+    finally:
+        first.close()
+
+
+def test_a_client_that_leaves_while_its_clips_are_read_ends_that_work(server: Server):
+    clips = [base64_text(audio_file(tone(0.03), kind="FLAC"))] * 4000
+    before = server.metrics()["http_disconnected_total"]
+    with raw_request(server, {"text": "a", "max_tokens": 1, "audio": clips}):
+        assert wait_until(lambda: server.metrics()["http_open"] == 1, 5)
+    assert wait_until(lambda: idle(server), 1)  # all of them would take about two seconds
+    assert server.metrics()["http_disconnected_total"] - before == 1
 
 
 def test_tiny_makes_the_folder_and_info_reads_it_as_json(tmp_path: Path):
