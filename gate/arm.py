@@ -129,6 +129,8 @@ def resolve(choice: ArmChoice, repository: Path) -> Resolved:
     """Find what a choice names, without writing anything; an ArmError says in a sentence why it names nothing."""
     if choice.directory is not None:
         return _folder(choice, choice.directory)
+    if not choice.ref.strip():
+        raise ArmError(f"{choice.name} is an empty ref; name a commit, `.` or a folder")
     if choice.ref == ".":
         top = _top(repository)
         if top is None:

@@ -1,7 +1,7 @@
 """The `gate` command: what was asked becomes a Wish, and what came of it becomes text and an exit code.
 
 Exit codes: 0 nothing worse and every primary cell decided, 1 a regression, broken head, worse WER or moved tokens, 2 no verdict
-for a primary cell, 3 unusable evidence, 64 usage, 130 interrupted.
+for a primary cell, 3 unusable evidence, 64 usage, 70 internal error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,13 +39,14 @@ from gate.verdict import compare as compare_run
 from gate.wish import Wish
 from gate.workload import WorkloadError, default_root, load_prompts, ordered
 
+EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
 EXIT_INTERRUPTED = 130
 DEMO_SLOW = 0.30
 USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError)
 
 
 class GateGroup(TyperGroup):
-    """The command group; a usage error ends with 64, since 2 already means "no verdict"."""
+    """The command group; a usage error ends with 64, since 2 means "no verdict", any other with 70."""
 
     def main(
         self,
@@ -60,10 +62,13 @@ class GateGroup(TyperGroup):
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:
             # Typer 0.26 and later carry their own copy of click, so its classes are known by their `show` alone.
-            if not hasattr(error, "show"):
-                raise
-            error.show()
-            code = EXIT_USAGE
+            if hasattr(error, "show"):
+                error.show()
+                code = EXIT_USAGE
+            else:
+                traceback.print_exception(error)
+                typer.echo(f"gate: internal error ({type(error).__name__}); please report the lines above", err=True)
+                code = EXIT_INTERNAL
         return sys.exit(code if isinstance(code, int) else 0) if standalone_mode else code
 
 

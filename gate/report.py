@@ -16,13 +16,14 @@ from gate.appendix import appendix
 from gate.cell import METRICS
 from gate.greedy import Divergence, GreedyPair, TokenMove, is_near_tie
 from gate.markdown import DASH, NOT_TRACED, counted, inline, interval, listed, number, plural, ranged, signed, table
-from gate.metrics import IDENTITY_LIMIT, SessionMetric
+from gate.metrics import IDENTITY_LIMIT, SessionMetric, measured
 from gate.record import ArmInfo, RunData, SessionInfo
 from gate.stats import MOST_SESSIONS, percent
 from gate.verdict import (
     BROKEN_BASE,
     BROKEN_HEAD,
     EQUIVALENT,
+    EXIT_UNDECIDED,
     IMPROVEMENT,
     INVALID,
     NEW_IN_HEAD,
@@ -31,6 +32,8 @@ from gate.verdict import (
     SPEED_VERDICTS,
     CellComparison,
     Comparisons,
+    exit_code,
+    throttled_share,
     values,
 )
 from gate.wer import FEW_BLOCKS, SCORER, WerComparison
@@ -41,13 +44,16 @@ _MOST_MOVES = 20  # rows shown; report.json has them all
 _MOST_FAULTS = 30
 _FOOTNOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"
 _OUTLIER_LEAST = 0.03  # nearer than this (log) to its siblings, a session is not worth a footnote
+_QUIET_CORES = 0.3  # more than this, and others were at work beside a session
+_QUIET_SHARE = 0.01  # of the core time that a quota took
 _LATENCIES = ("TTFT p50", "TTFA p50", "ITL p50", "e2e p50", "gaps > 150 ms")
 
 
 def render_report(run: RunData, comparisons: Comparisons) -> str:
     """The report as markdown; ends with a line break."""
-    sections = (_headline, _what_was_run, _what_to_do, _faults, _primary, _latency, _tokens, _words, _time, appendix)
-    lines = [line for section in sections for line in section(run, comparisons)]
+    first = (_headline, _noise, _what_was_run, _what_to_do, _faults, _gaps)
+    second = (_primary, _latency, _tokens, _words, _time, appendix)
+    lines = [line for section in (*first, *second) for line in section(run, comparisons)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -101,6 +107,26 @@ def _moved_words(found: Comparisons) -> str:
     return "none moved" if any(pair.kind == "head–base" for pair in found.greedy) else "not compared"
 
 
+def _noise(run: RunData, found: Comparisons) -> list[str]:
+    """A warning where others used the machine or a quota held it back; empty after a quiet run."""
+    sessions = sorted(run.sessions, key=lambda session: session.slot)
+    busy = {session.id: cores for session in sessions if (cores := _others_cores(session)) > _QUIET_CORES}
+    held = {s.id: share for s in sessions if (share := throttled_share(s)) is not None and share >= _QUIET_SHARE}
+    parts = []
+    if busy:
+        used = number(max(busy.values()), 1)
+        parts.append(f"other processes used up to {used} cores during sessions {', '.join(busy)}")
+    if held:
+        parts.append(f"a CPU quota took up to {max(held.values()):.0%} of sessions {', '.join(held)}")
+    return [f"⚠️ {'; '.join(parts)}: repeat on a quiet machine.", ""] if parts else []
+
+
+def _others_cores(session: SessionInfo) -> float:
+    """The cores that other processes used before or after a session, whichever is more."""
+    hosts = (session.host_before, session.host_after)
+    return max(sum(float(row.get("percent", 0.0)) for row in host.get("heavy_processes") or []) for host in hosts) / 100
+
+
 # --- what was run, and what follows ---------------------------------------------------------------------------------------
 
 
@@ -146,7 +172,8 @@ def _what_to_do(run: RunData, found: Comparisons) -> list[str]:
     if not steps:
         return ["**What you need to do:** nothing; every cell is decided and none is worse.", ""]
     if not _blocking_steps(found):
-        return [f"**What you need to do:** nothing blocks. {' '.join(steps)}", ""]
+        undecided = " (exit 2: undecided)" if exit_code(found, False) == EXIT_UNDECIDED else ""
+        return [f"**What you need to do:** nothing blocks{undecided}. {' '.join(steps)}", ""]
     return ["**What you need to do:**", "", *(f"- {step}" for step in steps), ""]
 
 
@@ -223,6 +250,18 @@ def _faults(run: RunData, found: Comparisons) -> list[str]:
     more = len(rows) - _MOST_FAULTS
     tail = [f"- {plural(more, 'more fault')} in report.json"] if more > 0 else []
     return ["**Faults**", "", *rows[:_MOST_FAULTS], *tail, ""]
+
+
+def _gaps(run: RunData, found: Comparisons) -> list[str]:
+    """Every cell of a session with fewer records than it has requests: it counts for nothing, and that must be seen."""
+    if not found.unfinished:
+        return []
+    requests = {cell.name: cell.requests for cell in run.plan.cells}
+    rows = [
+        f"- {session}: {cell} has {len(measured(run.records, session, cell))} of {requests[cell]} records"
+        for session, cell in found.unfinished
+    ]
+    return ["**Incomplete** (a session's cell without all its records is left out)", "", *rows, ""]
 
 
 def metric_label(metric: str) -> str:

@@ -105,18 +105,24 @@ class RunDir:
 def create(path: Path) -> RunDir:
     """Make an empty run directory; RunDirError when it holds a run, cannot be written, or the disk is nearly full."""
     path = path.resolve()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    # Empty folders inside are what a run leaves that failed before its plan was written.
+    if path.exists() and (not path.is_dir() or any(not inside.is_dir() for inside in path.rglob("*"))):
         raise RunDirError(f"--run {path} exists and is not an empty folder; name another one")
+    _check_space(path)
     try:
         (path / "sessions").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirError(f"--run {path} cannot be written ({error.strerror}); name another folder") from error
-    free = shutil.disk_usage(path).free
+    return RunDir(path)
+
+
+def _check_space(path: Path) -> None:
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
     if free < LEAST_FREE_BYTES:
         raise RunDirError(
             f"--run {path} is on a disk with {free >> 20} MiB free, and a run wants {LEAST_FREE_BYTES >> 20}"
         )
-    return RunDir(path)
 
 
 def existing(path: Path) -> RunDir:
@@ -158,10 +164,17 @@ def _read_records(path: Path) -> list[Record]:
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # after the last line break: nothing, or a line that a crash cut short
-    records = []
+    records: list[Record] = []
+    first: dict[tuple[str, str, int, bool], int] = {}
     for number, line in enumerate(lines, 1):
         try:
-            records.append(msgspec.json.decode(line, type=Record))
+            record = msgspec.json.decode(line, type=Record)
         except msgspec.MsgspecError as error:
             raise RunDirError(f"{path}, line {number}: {error}") from error
+        earlier = first.setdefault((record.session, record.cell, record.index, record.warm), number)
+        if earlier != number:
+            raise RunDirError(
+                f"{path}, line {number}: request {record.index} of {record.cell} stands in line {earlier} already"
+            )
+        records.append(record)
     return records

@@ -5,15 +5,17 @@ Not here: what is asked of the server (gate/client.py), and in which order sessi
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from gate.host import Cores, pinned
 
 # The caller's proxy variables must not send requests for 127.0.0.1 elsewhere.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ServerError(RuntimeError):
@@ -104,8 +107,23 @@ def _start(arm: Arm, command: list[str], cores: Cores, log: Path) -> subprocess.
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            preexec_fn=_end_with(os.getpid()),
             start_new_session=True,  # its own group: one kill reaches front and engine, and Ctrl-C reaches neither
         )
+
+
+def _end_with(parent: int) -> Callable[[], None] | None:
+    """What a child runs before its program, so that it gets SIGTERM when the gate is gone; None where Linux is not."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork as little as possible may run
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # the gate died between the fork and the request
+            os._exit(1)
+
+    return ask
 
 
 def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:

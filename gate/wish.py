@@ -61,11 +61,11 @@ def check(wish: Wish) -> None:
     """Find everything a wish names before anything is written; the errors are those of making it."""
     for choice in wish.choices:
         resolve(choice, wish.repository)
-    chosen_cells(wish)
+    cells = chosen_cells(wish)
     if wish.model is not None:
         weights_digest(wish.model)
-    if wish.librispeech not in (None, "hub"):
-        load_librispeech(Path(str(wish.librispeech)))
+    if wish.librispeech != "hub":  # a download goes into the run directory, which is not there yet
+        load_workloads(wish, cells, wish.run_dir)
 
 
 def chosen_cells(wish: Wish) -> list[Cell]:
@@ -78,6 +78,8 @@ def chosen_cells(wish: Wish) -> list[Cell]:
     for name in wish.cells:
         if name not in elsewhere:
             raise WorkloadError(f"--cells {name!r} does not exist; there are {', '.join(sorted(elsewhere))}")
+        if wish.cells.count(name) > 1:  # each copy would count the same sessions again
+            raise WorkloadError(f"--cells names {name} {wish.cells.count(name)} times; name each cell once")
     return [known.get(name, elsewhere[name]) for name in wish.cells] or list(known.values())
 
 

@@ -160,6 +160,8 @@ def _transcript(path: Path, utterance: str) -> str:
         raise WorkloadError(
             f"{path} cannot be read ({error.strerror}); it holds the transcript of {utterance}"
         ) from error
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path} is not UTF-8 at byte {error.start}; write it again as UTF-8") from error
     found = next((words for name, _, words in (line.partition(" ") for line in lines) if name == utterance), None)
     if found is None:
         raise WorkloadError(f"{path} has no line for {utterance}")

@@ -176,3 +176,12 @@ def test_the_model_is_made_by_the_arms_own_tiny_command(tmp_path: Path) -> None:
         assert (folder / "model.safetensors").read_bytes() == bytes(range(256))
         with pytest.raises(ArmError, match=r"`omni tiny` of base failed .*FileExistsError"):
             make_model(arm, tmp_path / "model")
+
+
+@pytest.mark.parametrize("ref", ["", "  "])
+def test_an_empty_ref_is_refused_and_never_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ref: str
+) -> None:
+    monkeypatch.chdir(make_tree(tmp_path / "tree"))
+    with pytest.raises(ArmError, match=r"head is an empty ref; name a commit, `\.` or a folder"):
+        resolve(ArmChoice("head", ref), tmp_path / "tree")

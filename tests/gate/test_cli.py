@@ -14,9 +14,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
-from gate.cli import app, first_part
+from gate import cli
+from gate.cli import app, first_part, found_plants
 from gate.plant import CHOOSE, LAUNCH
 from gate.rundir import RunDir
+from tests.gate.runs import make_run
+from tests.gate.test_report import planted_run
 from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
 from tests.server.serving import heed_interrupts
 
@@ -72,6 +75,8 @@ def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
         (["compare", "HEAD", "HEAD", "--base-dir", "."], "2 arms are named by BASE and HEAD where 1 are wanted"),
         (["compare", "HEAD", "HEAD", "--set", "fast"], "--set 'fast' does not exist; there are demo, quick"),
         (["compare", "HEAD", "HEAD", "--cells", "X@1"], "--cells 'X@1' does not exist"),
+        (["compare", "HEAD", "HEAD", "--cells", "T2T@1,T2T@2,T2T@1"], "--cells names T2T@1 2 times"),
+        (["compare", "", "HEAD"], "base is an empty ref; name a commit"),
         (["compare", "HEAD", "HEAD", "--model", "nowhere"], "nowhere is not a folder"),
         (
             ["compare", "HEAD", "HEAD", "--set", "demo", "--librispeech", "/no/where"],
@@ -103,6 +108,31 @@ def test_a_usage_error_is_a_sentence_and_64(place: Path, words: list[str], told:
 def test_the_process_itself_ends_with_64_on_a_usage_error() -> None:
     done = subprocess.run([sys.executable, "-m", "gate", "compare", "--what"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 64 and "No such option" in done.stderr
+
+
+def test_a_failure_of_the_gate_itself_is_a_traceback_and_70_and_never_the_1_of_a_regression(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> str:
+        return str({}["absent"])
+
+    monkeypatch.setattr(cli, "first_part", broken)
+    assert call("compare", "HEAD~1", "HEAD", *quick("--run", "../run")).exit_code == 70
+    done = call("report", "../run")
+    assert done.exit_code == 70
+    assert "KeyError: 'absent'" in done.stderr and "in broken" in done.stderr
+    assert done.stderr.splitlines()[-1] == "gate: internal error (KeyError); please report the lines above"
+
+
+def test_the_demo_says_which_planted_faults_were_found() -> None:
+    more = "More sessions prove more: gate demo --sessions 5"
+    assert found_plants(planted_run()) == (
+        f"planted: slower decoding: found in 2 of 4 cells; flipped token: found. {more}"
+    )
+    assert found_plants(make_run({"base": [2000, 2001], "head": [2001, 2000]})) == (
+        "planted: slower decoding: not proven; this machine was too busy for so few sessions; "
+        f"flipped token: not found. {more}"
+    )
 
 
 def test_every_command_has_help_with_what_it_does() -> None:

@@ -203,5 +203,43 @@ def test_the_json_says_what_the_markdown_says() -> None:
     assert facts["plan"]["seed"] == 7
 
 
+def test_a_cell_with_too_few_records_is_named_with_their_number() -> None:
+    def cut(record: Record) -> Record | None:
+        return None if record.session == "02-head" and not record.warm and record.index == 3 else record
+
+    text = rendered(make_run(STEADY, change=cut))
+
+    assert "**Incomplete**" in text
+    assert "\n- 02-head: T2T@1 has 3 of 4 records\n" in text
+    assert "Incomplete" not in rendered(make_run(STEADY))
+
+
+def test_nothing_blocks_says_that_the_exit_code_is_2_all_the_same() -> None:
+    text = rendered(make_run({"base": [2000, 2300], "head": [2100, 2400]}))
+
+    assert "nothing blocks (exit 2: undecided). *no verdict*" in text
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [
+        ({"heavy_processes": [{"pid": 1, "name": "a", "percent": 29.0}]}, None),
+        (
+            {"heavy_processes": [{"pid": 1, "name": "a", "percent": 90.0}, {"pid": 2, "name": "b", "percent": 60.0}]},
+            "⚠️ other processes used up to 1.5 cores during sessions 02-head: repeat on a quiet machine.",
+        ),
+        ({"throttled_s": 2.2}, "⚠️ a CPU quota took up to 3% of sessions 02-head: repeat on a quiet machine."),
+    ],
+)
+def test_a_machine_that_was_not_quiet_is_said_under_the_headline(host: dict[str, object], line: str | None) -> None:
+    def disturbed(session: SessionInfo) -> SessionInfo:
+        after = {**session.host_after, **host}
+        return changes(session, host_after=after) if session.id == "02-head" else session
+
+    lines = rendered(make_run(STEADY, info=disturbed)).splitlines()
+
+    assert lines[2] == line if line else "quiet machine" not in "\n".join(lines)
+
+
 if __name__ == "__main__":
     GOLDEN.write_text(rendered(planted_run()), encoding="utf-8")

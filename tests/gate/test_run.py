@@ -332,3 +332,33 @@ def test_a_wish_survives_its_file_with_its_paths_made_absolute(tmp_path: Path, m
         librispeech=str(tmp_path / "l"),
         workloads=tmp_path / "w",
     )
+
+
+def test_a_record_that_stands_twice_is_refused_by_its_line(tmp_path: Path) -> None:
+    folder = carry_out(make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",)), Notes())
+    path = folder.session(folder.load().sessions[0].id) / "records.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[1]]))
+    with pytest.raises(
+        RunDirError, match=rf"records\.jsonl, line {len(lines) + 1}: request 1 of T2T@2 stands in line 2"
+    ):
+        folder.load()
+
+
+def test_a_run_that_failed_before_its_plan_does_not_block_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = make_wish(tmp_path, {}, {})
+    prompts = (wish.workloads / "prompts.jsonl").read_text()
+    (wish.workloads / "prompts.jsonl").write_text("{")
+    with pytest.raises(WorkloadError, match=r"prompts\.jsonl, line 1"):
+        plan_only(wish, Notes())
+    assert not wish.run_dir.exists()
+    (wish.workloads / "prompts.jsonl").write_text(prompts)
+    with monkeypatch.context() as full:
+        full.setattr(rundir, "LEAST_FREE_BYTES", 2**70)
+        with pytest.raises(RunDirError, match="MiB free"):
+            plan_only(wish, Notes())
+    assert not wish.run_dir.exists()
+    (wish.run_dir / "sessions").mkdir(parents=True)  # what a failure later on leaves
+    assert plan_only(wish, Notes()).load().plan.set_name == "quick"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,3 +126,32 @@ def test_counters_are_the_engines_own_without_gauges_and_creation_times() -> Non
     )
     assert parse_metrics(text) == {"walkgate_steps_total": 12.0, 'walkgate_plans_total{walk="a b"}': 3.0}
     assert counter_changes({"a": 2.0}, {"a": 5.0, "b": 1.0}) == {"a": 3.0, "b": 1.0}
+
+
+STARTER = """
+import pathlib, sys, time
+from gate.arm import Arm
+from gate.host import Cores
+from gate.record import ArmInfo
+from gate.session import _start
+place = pathlib.Path(sys.argv[1])
+arm = Arm(ArmInfo("base", "x", None, False, "", [], {}, "directory"), place, pathlib.Path(sys.executable), place / "caches")
+child = _start(arm, [sys.executable, "-c", "import time; time.sleep(60)"], Cores((), (), False), place / "log")
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
+def test_a_gate_that_is_killed_outright_takes_its_server_along(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    words = [sys.executable, "-c", STARTER, str(tmp_path)]
+    with subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, text=True) as gate:
+        assert gate.stdout is not None
+        server = psutil.Process(int(gate.stdout.readline()))
+        assert server.is_running() and os.getpgid(server.pid) == server.pid
+        gate.kill()
+    gone, _ = psutil.wait_procs([server], timeout=5)
+    if not gone and server.status() != psutil.STATUS_ZOMBIE:  # a container without an init reaps nobody
+        server.kill()
+        pytest.fail("the server outlived the gate")

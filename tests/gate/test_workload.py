@@ -137,3 +137,11 @@ def test_the_order_depends_on_the_seed_and_the_workload_alone_and_repeats_where_
     orders = {tuple(item.id for item in ordered(items, 5, seed, "prompts")) for seed in range(8)}
     assert len(orders) > 1
     assert [item.id for item in warm_items(items, 6, 0, "prompts")] == [*ids[4::-1], ids[4]]
+
+
+def test_a_transcript_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    folder = make_librispeech(tmp_path)
+    path = folder / "11" / "22" / "11-22.trans.txt"
+    path.write_bytes(b"11-22-0000 CAF\xc9\n")
+    with pytest.raises(WorkloadError, match=r"11-22\.trans\.txt is not UTF-8 at byte 14"):
+        load_librispeech(folder)

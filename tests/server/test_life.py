@@ -316,7 +316,8 @@ def test_an_http_side_that_fails_ends_the_server_with_the_reason(tiny_checkpoint
     )
     with pytest.raises(WalkgateError, match=r"the HTTP server ended: .*Bad file descriptor"):
         asyncio.run(asyncio.wait_for(serving_it, 60))
-    assert set(psutil.Process().children()) <= children
+    left = set(psutil.Process().children()) - children
+    assert wait_until(lambda: all(gone(child.pid) for child in left), 10)
 
 
 def test_weights_that_are_cut_off_end_the_server_with_the_files_name(tiny_checkpoint: Path, tmp_path: Path):
