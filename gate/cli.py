@@ -472,7 +472,7 @@ def _key_of(folder: Path, text: str) -> str:
 @app.command()
 def demo(
     run_dir: Run = None,
-    sessions: Sessions = 2,
+    sessions: Sessions = 3,
     seed: Seed = 0,
 ) -> None:
     """Compare HEAD with a scratch clone of it that decodes 30 % slower and flips one token, and show what the gate says.
