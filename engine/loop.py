@@ -135,7 +135,7 @@ class Loop:
         self.counters["tokens"] += len(made.token_ids)
         if one.request.emit_text:
             event.token_ids += made.token_ids
-            event.top_two += made.top_two
+            event.logprobs += made.logprobs
             event.trace += made.trace
         event.codes += made.codes
         if made.pcm:

@@ -8,14 +8,20 @@ import msgspec
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one component are chosen. Temperature 0 is greedy.
 
-    `top_k` 0 and `top_p` 1.0 are off; `repetition_penalty` 1.0 is off and looks at generated tokens only for the Talker,
-    at prompt and generated tokens for the Thinker. Random numbers are keyed by (`seed`, step, codebook).
+    `top_k` 0, `top_p` 1.0 and `min_p` 0.0 are off. `repetition_penalty` 1.0 is off and looks at generated tokens only for the
+    Talker, at prompt and generated tokens for the Thinker. `frequency_penalty` (times a token was generated) and
+    `presence_penalty` (whether it was) are subtracted from logits, `logit_bias` is added by token id. Random numbers are keyed
+    by (`seed`, step, codebook).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
     seed: int = 0
 
 
@@ -40,7 +46,11 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the engine sees it: token ids, media arrays and limits, all validated by the front."""
+    """One request as the engine sees it: token ids, media arrays and limits, all validated by the front.
+
+    `stop` are strings and `stop_ids` tokens that end the text, neither with speech. `logprobs` is how many of the likeliest
+    tokens to report for each step beside the one chosen; None reports nothing.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -50,16 +60,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     speech: Speech | None = None
     emit_text: bool = True
     ignore_eos: bool = False
+    stop: list[str] = []
     stop_ids: list[int] = []
-    top_logprobs: bool = False
+    logprobs: int | None = None
     trace: bool = False
 
 
-class TopTwo(msgspec.Struct, frozen=True, array_like=True):
-    """The two likeliest tokens of one step and their log-probabilities (natural log), before any sampling."""
+class StepLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities of one step, before any sampling: of the token chosen, and of the likeliest, best first."""
 
-    token_ids: tuple[int, int]
-    logprobs: tuple[float, float]
+    chosen: float
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 class StepTrace(msgspec.Struct, frozen=True, array_like=True):
@@ -82,12 +94,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """What one engine step made for one request. `done` closes the request; `error` closes it too."""
+    """What one engine step made for one request. `done` closes the request; `error` closes it too.
+
+    With stop strings, `shown_bytes` counts the bytes of all text so far that may be shown: the rest may belong to a stop
+    string, or come after one. None shows everything.
+    """
 
     request_id: str
     token_ids: list[int] = []
-    top_two: list[TopTwo] = []
+    logprobs: list[StepLogprobs] = []
     trace: list[StepTrace] = []
+    shown_bytes: int | None = None
     pcm: bytes = b""
     frames: int = 0
     codes: list[list[int]] = []

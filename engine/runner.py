@@ -25,7 +25,7 @@ from engine.model.positions import prompt_positions
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
 from engine.model.walks import text_index
-from engine.request import Request, Sampling, StepTrace, TopTwo
+from engine.request import Request, Sampling, StepLogprobs, StepTrace
 from engine.sampler import GREEDY, TALKER_STREAM, THINKER_STREAM, SamplingRows, choose, sampling_rows, top_two
 from engine.step import Component, Row, Step
 from engine.stop import STOP, StopCheck, StopRow
@@ -44,7 +44,7 @@ class Made:
     request_id: str
     walk: str
     token_ids: list[int] = field(default_factory=list)
-    top_two: list[TopTwo] = field(default_factory=list)
+    logprobs: list[StepLogprobs] = field(default_factory=list)
     trace: list[StepTrace] = field(default_factory=list)
     codes: list[list[int]] = field(default_factory=list)
     pcm: bytes = b""
@@ -254,7 +254,7 @@ class ThinkerRunner:
         )
         tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)
         launched = Launched(step, self._capture.bucket(len(step.rows)), tokens)
-        if any(one.request.top_logprobs for one in live):
+        if any(one.request.logprobs is not None for one in live):
             launched.top_ids, launched.top_logprobs = top_two(logits)
         self._leave(step, live, slots, tokens)
         if accept is not None:
@@ -333,9 +333,9 @@ class ThinkerRunner:
             return
         ids, logprobs = launched.top_ids.tolist(), launched.top_logprobs.tolist()
         for index, one in enumerate(live):
-            if one.request.top_logprobs:
+            if one.request.logprobs is not None:
                 self.counters["top_two_rows"] += 1
-                made[index].top_two = [TopTwo(tuple(ids[index]), tuple(logprobs[index]))]
+                made[index].logprobs = [StepLogprobs(logprobs[index][0], ids[index], logprobs[index])]
 
 
 def _stop_rows(step: Step, live: list[_Live]) -> list[StopRow]:

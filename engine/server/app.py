@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from engine.config import MAX_BODY_BYTES
 from engine.detokenize import Detokenizer
 from engine.errors import EngineDeadError, RequestError
 from engine.request import Event, Request
+from engine.server.exchange import Stream, answer
 from engine.server.front import OK, Front
 from engine.server.protocol import GenerateFields
 from engine.server.reply import Reply, error_body, failure_line
 
 _JSON, _LINES = "application/json", "application/x-ndjson"
-_DRAINED_BYTES = 4 * MAX_BODY_BYTES
-
-T = TypeVar("T")
-
-
-class _ClientGone(Exception):
-    """The client closed its connection before its answer was complete."""
 
 
 def create_app(front: Front) -> FastAPI:
@@ -51,7 +40,11 @@ def create_app(front: Front) -> FastAPI:
 
     @app.post("/generate", openapi_extra={"requestBody": _body_schema()})
     async def generate(request: HTTPRequest) -> Response:
-        return await _generate(front, request)
+        async def begin(data: bytes) -> Response:
+            fields, wanted = await front.prepare(request.headers.get("content-type", ""), data)
+            return await _Answer(front, fields, wanted).begin()
+
+        return await answer(front.counters, request, begin)
 
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(EngineDeadError, _engine_dead)
@@ -76,76 +69,6 @@ def _body_schema() -> dict[str, object]:
     return {"required": True, "content": {_JSON: {"schema": schema}, "multipart/form-data": {"schema": form}}}
 
 
-async def _generate(front: Front, http: HTTPRequest) -> Response:
-    counters = front.counters
-    counters.http_requests += 1
-    counters.http_open += 1
-    streaming = False
-    try:
-        data = await _read_body(http)
-        fields, request = await _unless_gone(http.receive, front.prepare(http.headers.get("content-type", ""), data))
-        answer = _Answer(front, fields, request)
-        response = await _unless_gone(http.receive, answer.begin())
-        streaming = isinstance(response, _Stream)
-        return response
-    except (_ClientGone, ClientDisconnect):
-        counters.http_disconnected += 1
-        return Response(status_code=499)  # nobody reads it
-    except RequestError as error:
-        if error.status < 500:
-            counters.http_refused += 1
-        else:
-            counters.http_failed += 1
-        raise
-    except Exception:
-        counters.http_failed += 1
-        raise
-    finally:
-        if not streaming:
-            counters.http_open -= 1
-
-
-async def _read_body(http: HTTPRequest) -> bytes:
-    """The whole body; RequestError (413) beyond the limit, of which some is read away so that the client sees the answer."""
-    length = http.headers.get("content-length", "0")
-    promised = int(length) if length.isdecimal() else 0
-    parts: list[bytes] = []
-    read = 0
-    if promised <= _DRAINED_BYTES:
-        async for part in http.stream():
-            read += len(part)
-            if read <= MAX_BODY_BYTES:
-                parts.append(part)
-            elif read > _DRAINED_BYTES:
-                break
-    if max(read, promised) > MAX_BODY_BYTES:
-        raise RequestError(
-            f"the body has {max(read, promised)} bytes; this server takes {MAX_BODY_BYTES}",
-            code="too_large",
-            status=413,
-        )
-    return b"".join(parts)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """Await `work`, but cancel it and raise _ClientGone as soon as the client closes its connection."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise _ClientGone
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
 class _Answer:
     """One request on its way through the engine."""
 
@@ -162,10 +85,11 @@ class _Answer:
             async with aclosing(self.events):
                 return await self._whole()
         try:
-            return _Stream(self, await anext(self.events))
+            first = await anext(self.events)
         except BaseException:
             await self.events.aclose()
             raise
+        return Stream(self.front.counters, self._lines(first), _LINES)
 
     async def _whole(self) -> Response:
         async for event in self.events:
@@ -178,8 +102,8 @@ class _Answer:
                 return Response(self.reply.whole(event), media_type=_JSON)
         raise EngineDeadError("the engine closed the stream without a last event")
 
-    async def lines(self, first: Event) -> AsyncIterator[bytes]:
-        """The stream's chunks, each of whole lines; a failure is the last line."""
+    async def _lines(self, first: Event) -> AsyncGenerator[bytes, None]:
+        """The stream's chunks, each of whole lines; a failure is the last line. Closing it early cancels the request."""
         event = first
         try:
             while True:
@@ -195,33 +119,8 @@ class _Answer:
         except EngineDeadError as error:
             self.front.counters.http_failed += 1
             yield failure_line(str(error))
-
-
-class _Stream(Response):
-    """NDJSON as it is made. The engine never waits for a slow reader, and a reader that leaves cancels its request."""
-
-    def __init__(self, answer: _Answer, first: Event) -> None:
-        super().__init__(media_type=_LINES)
-        del self.headers["content-length"]
-        self.answer = answer
-        self.first = first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the lines until the last one, or until the client is gone."""
-        counters = self.answer.front.counters
-        try:
-            await _unless_gone(receive, self._send_all(send))
-        except _ClientGone:
-            counters.http_disconnected += 1
         finally:
-            counters.http_open -= 1
-            await self.answer.events.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self.answer.lines(self.first):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.events.aclose()
 
 
 async def _refused(_: HTTPRequest, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import uvicorn
@@ -27,6 +28,8 @@ from engine.model.processor import Inputs, Processor
 from engine.request import Request, Sampling, Speech
 from engine.server.protocol import GenerateFields, SpeechFields, parse
 from engine.server.source import git_commit, package_folder, source_digest, source_root, versions
+
+T = TypeVar("T")
 
 EXIT_OK, EXIT_CANNOT_SERVE, EXIT_ENGINE_DIED = 0, 1, 70
 STARTING, OK, STOPPING, DEAD = "starting", "ok", "stopping", "dead"
@@ -98,19 +101,22 @@ class Front:
     def _not_ready(self) -> RequestError:
         return RequestError(f"the server is {self.status}; wait for /health to say ok", code=self.status, status=503)
 
-    async def prepare(self, content_type: str, data: bytes) -> tuple[GenerateFields, Request]:
-        """Check a body and make its Request, off the event loop; RequestError names the field and the fix.
+    async def off_loop(self, work: Callable[[Processor, Callable[[], bool]], T]) -> T:
+        """Run `work(processor, unwanted)` in the pool; `unwanted()` turns true once the caller is cancelled.
 
-        A caller that is cancelled ends the work too, at the next clip.
+        RequestError (503) until the server is ready.
         """
         if self.status != OK or self.processor is None:
             raise self._not_ready()
-        loop = asyncio.get_running_loop()
         unwanted = threading.Event()
         try:
-            return await loop.run_in_executor(self.pool, _prepare, self.processor, content_type, data, unwanted)
+            return await asyncio.get_running_loop().run_in_executor(self.pool, work, self.processor, unwanted.is_set)
         finally:
             unwanted.set()
+
+    async def prepare(self, content_type: str, data: bytes) -> tuple[GenerateFields, Request]:
+        """Check a body of /generate and make its Request, off the event loop; RequestError names the field and the fix."""
+        return await self.off_loop(lambda processor, unwanted: _prepare(processor, content_type, data, unwanted))
 
     async def metrics(self) -> str:
         """Prometheus text; when the engine is too busy to answer, its last known values and `walkgate_engine_answered` 0."""
@@ -175,7 +181,7 @@ def model_summary(folder: Path, config: OmniConfig) -> dict[str, object]:
 
 
 def _prepare(
-    processor: Processor, content_type: str, data: bytes, unwanted: threading.Event
+    processor: Processor, content_type: str, data: bytes, unwanted: Callable[[], bool]
 ) -> tuple[GenerateFields, Request]:
     body = parse(content_type, data)
     fields = body.fields
@@ -187,7 +193,7 @@ def _prepare(
         speech=_speech(fields.speech or SpeechFields()) if "audio" in fields.output else None,
         emit_text="text" in fields.output,
         ignore_eos=fields.ignore_eos,
-        top_logprobs=fields.top_logprobs == 2,
+        logprobs=fields.top_logprobs or None,
         trace=fields.trace,
     )
     inputs = Inputs(
@@ -198,7 +204,7 @@ def _prepare(
         clamp_tokens="max_tokens" not in fields.model_fields_set,
         clamp_frames=fields.speech is None or "max_frames" not in fields.speech.model_fields_set,
     )
-    return fields, processor.complete(draft, inputs, unwanted.is_set)
+    return fields, processor.complete(draft, inputs, unwanted)
 
 
 def _sampling(fields: GenerateFields | SpeechFields) -> Sampling:

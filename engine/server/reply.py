@@ -123,7 +123,7 @@ class Reply:
 
 
 def _logprobs(event: Event) -> list[object]:
-    return [{"token_ids": top.token_ids, "logprobs": top.logprobs} for top in event.top_two]
+    return [{"token_ids": top.token_ids, "logprobs": top.logprobs} for top in event.logprobs]
 
 
 def _trace(event: Event) -> list[object]:

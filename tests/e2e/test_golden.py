@@ -10,7 +10,7 @@ from engine.config import EngineSettings
 from engine.engine import Engine
 from engine.model.chat import ChatTemplate, load_tokenizer
 from engine.model.omni import load_model
-from engine.request import Request, TopTwo
+from engine.request import Request, StepLogprobs
 from tests.shared import REPOSITORY
 
 GOLDEN = REPOSITORY / "traces" / "tiny-greedy.jsonl"
@@ -18,7 +18,7 @@ TOKENS = 48
 # A different processor may round a sum otherwise; it may then pick the other of two logits this close, and nothing else.
 NEAR_TIE = 1e-3
 
-Answer = tuple[list[int], list[TopTwo]]
+Answer = tuple[list[int], list[StepLogprobs]]
 
 
 def answers(checkpoint: Path) -> dict[str, Answer]:
@@ -29,12 +29,12 @@ def answers(checkpoint: Path) -> dict[str, Answer]:
     engine = Engine(load_model(checkpoint), EngineSettings(max_batch=8))
     for name, text in prompts.items():
         ids = tokenizer.encode(template.user_turn(text, None, 0), add_special_tokens=False).ids
-        engine.add(Request(id=name, prompt_ids=ids, max_tokens=TOKENS, top_logprobs=True))
+        engine.add(Request(id=name, prompt_ids=ids, max_tokens=TOKENS, logprobs=2))
     said: dict[str, Answer] = {name: ([], []) for name in prompts}
     while engine.has_work:
         for event in engine.step():
             said[event.request_id][0].extend(event.token_ids)
-            said[event.request_id][1].extend(event.top_two)
+            said[event.request_id][1].extend(event.logprobs)
     return said
 
 

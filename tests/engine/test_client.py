@@ -68,7 +68,7 @@ def asked(name: str) -> Request:
 def test_a_request_arrives_whole_clips_included(tmp_path: Path):
     clip = Clip(mel=bytes(range(256)), mel_bins=8, frames=8, tokens=1, seconds=0.08)
     speech = Speech(voice="ethan", max_frames=9, sampling=Sampling(temperature=0.9, seed=2**62))
-    request = Request(id="a", prompt_ids=[1], max_tokens=2, clips=[clip], speech=speech, top_logprobs=True)
+    request = Request(id="a", prompt_ids=[1], max_tokens=2, clips=[clip], speech=speech, logprobs=2)
 
     async def test(client: EngineClient, peer: Peer) -> None:
         stream = client.generate(request)

@@ -73,7 +73,7 @@ def mixed_request(model: OmniModel, rng: random.Random, index: int) -> Request:
         clips=clips,
         speech=speech,
         ignore_eos=rng.random() < 0.5,
-        top_logprobs=rng.random() < 0.3,
+        logprobs=2 if rng.random() < 0.3 else None,
         trace=rng.random() < 0.3,
     )
 
@@ -323,11 +323,11 @@ def test_top_two_holds_the_chosen_token_of_a_greedy_request_and_trace_names_its_
         prompt_ids=prompt(model, random.Random(4), [], 9),
         max_tokens=8,
         ignore_eos=True,
-        top_logprobs=True,
+        logprobs=2,
         trace=True,
     )
     got = run(Engine(model, EngineSettings()), [request])["t"]
-    pairs = [pair for event in got.events for pair in event.top_two]
+    pairs = [pair for event in got.events for pair in event.logprobs]
     assert [pair.token_ids[0] for pair in pairs] == got.token_ids
     assert all(pair.logprobs[0] >= pair.logprobs[1] for pair in pairs)
     traces = [trace for event in got.events for trace in event.trace]

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from engine.request import Clip, Event, Request, Sampling, Speech, StepTrace, TopTwo, Usage
+from engine.request import Clip, Event, Request, Sampling, Speech, StepLogprobs, StepTrace, Usage
 
 FULL = Request(
     id="a-1",
@@ -15,7 +15,7 @@ FULL = Request(
     emit_text=False,
     ignore_eos=True,
     stop_ids=[5],
-    top_logprobs=True,
+    logprobs=2,
     trace=True,
 )
 
@@ -28,7 +28,7 @@ def test_an_event_survives_the_wire_with_every_field() -> None:
     event = Event(
         request_id="a-1",
         token_ids=[4, 5],
-        top_two=[TopTwo((4, 9), (-0.25, -1.5)), TopTwo((5, 1), (-0.5, -2.0))],
+        logprobs=[StepLogprobs(-0.25, [4, 9], [-0.25, -1.5]), StepLogprobs(-0.5, [5, 1], [-0.5, -2.0])],
         trace=[StepTrace(3, 4, 2)],
         pcm=b"\x00\x80",
         frames=1,
@@ -48,7 +48,7 @@ def test_an_event_survives_the_wire_with_every_field() -> None:
     )
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event)
     assert decoded == event
-    assert decoded.top_two[1].token_ids == (5, 1)
+    assert decoded.logprobs[1].token_ids == [5, 1]
     assert decoded.trace[0].bucket == 4
 
 
@@ -56,7 +56,7 @@ def test_a_request_that_says_nothing_more_is_greedy_text_without_audio() -> None
     plain = Request(id="p", prompt_ids=[1], max_tokens=1)
     assert plain.sampling == Sampling(temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=0)
     assert (plain.clips, plain.speech, plain.stop_ids) == ([], None, [])
-    assert (plain.emit_text, plain.ignore_eos, plain.top_logprobs, plain.trace) == (True, False, False, False)
+    assert (plain.emit_text, plain.ignore_eos, plain.logprobs, plain.trace) == (True, False, None, False)
 
 
 def test_two_events_never_share_their_lists() -> None:

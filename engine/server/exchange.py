@@ -1,0 +1,126 @@
+"""One HTTP exchange: the body within its limit, a client that leaves cancels its work, and the counters of how it ended.
+
+What a body holds and what is answered belongs to each route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.config import MAX_BODY_BYTES
+from engine.errors import RequestError
+from engine.metrics import FrontCounters
+
+_DRAINED_BYTES = 4 * MAX_BODY_BYTES
+
+T = TypeVar("T")
+Begin = Callable[[bytes], Coroutine[object, object, Response]]
+"""Answers a body: with the whole answer, or with a Stream once its first event is there."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+async def answer(counters: FrontCounters, http: HTTPRequest, begin: Begin) -> Response:
+    """Read the body, let `begin` answer it, and count how that went. A client that leaves cancels `begin`."""
+    counters.http_requests += 1
+    counters.http_open += 1
+    streaming = False
+    try:
+        data = await _read_body(http)
+        response = await unless_gone(http.receive, begin(data))
+        streaming = isinstance(response, Stream)
+        return response
+    except (ClientGone, ClientDisconnect):
+        counters.http_disconnected += 1
+        return Response(status_code=499)  # nobody reads it
+    except RequestError as error:
+        if error.status < 500:
+            counters.http_refused += 1
+        else:
+            counters.http_failed += 1
+        raise
+    except Exception:
+        counters.http_failed += 1
+        raise
+    finally:
+        if not streaming:
+            counters.http_open -= 1
+
+
+async def _read_body(http: HTTPRequest) -> bytes:
+    """The whole body; RequestError (413) beyond the limit, of which some is read away so that the client sees the answer."""
+    length = http.headers.get("content-length", "0")
+    promised = int(length) if length.isdecimal() else 0
+    parts: list[bytes] = []
+    read = 0
+    if promised <= _DRAINED_BYTES:
+        async for part in http.stream():
+            read += len(part)
+            if read <= MAX_BODY_BYTES:
+                parts.append(part)
+            elif read > _DRAINED_BYTES:
+                break
+    if max(read, promised) > MAX_BODY_BYTES:
+        raise RequestError(
+            f"the body has {max(read, promised)} bytes; this server takes {MAX_BODY_BYTES}",
+            code="too_large",
+            status=413,
+        )
+    return b"".join(parts)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+    """Await `work`, but cancel it and raise ClientGone as soon as the client closes its connection."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class Stream(Response):
+    """Chunks as they are made. The engine never waits for a slow reader; a reader that leaves closes `chunks`.
+
+    `chunks` puts its own failures into the stream, and cancels its requests when it is closed.
+    """
+
+    def __init__(self, counters: FrontCounters, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+        super().__init__(media_type=media_type)
+        del self.headers["content-length"]
+        self.counters = counters
+        self.chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks until the last one, or until the client is gone."""
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except ClientGone:
+            self.counters.http_disconnected += 1
+        finally:
+            self.counters.http_open -= 1
+            await self.chunks.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self.chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
