@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import WalkgateError
 
-SWITCHES = ("text_walk", "device_loopback", "vectorised_stop", "batching", "stateful_code2wav")
+SWITCHES = (
+    *("text_walk", "device_loopback", "vectorised_stop", "batching", "stateful_code2wav"),
+    *("launch_ahead", "chunked_prefill", "mixed_steps", "plan_cache"),
+)
+# A CPU has finished a step when its launch returns: there a step launched ahead only delays the token of the one before.
+OFF_BY_DEFAULT = {"cpu": frozenset({"launch_ahead"})}
 DTYPES = ("float32", "bfloat16", "float16")
 # Devices that the operations of engine/kernels exist for.
 DEVICES = ("cpu",)
+# Prompt positions of a step on a CPU: two or three decode steps long with the small model.
+PREFILL_CHUNK = 64
 MOST_THREADS = 1024
 MOST_KV_PAGES = 1 << 22  # 67 million positions of 16 a page
-MAX_BODY_BYTES = 64 * 1024 * 1024
+MOST_BATCH = 4096
+MOST_BODY_MB = 4096
+API_KEY_VARIABLE = "WALKGATE_API_KEY"
 
 
 class SettingError(WalkgateError):
@@ -28,8 +38,8 @@ class EngineSettings:
     """How the engine runs. `max_model_len` and `kv_pages` None leave the choice to the model and the engine.
 
     `max_model_len` counts prompt and generated tokens of one request, `page_size` positions of a KV page, `max_batch`
-    requests at once, `chunk_frames` the frames of one pass of Code2Wav, `threads` the engine's threads on a CPU.
-    `disabled` names switches (of SWITCHES) that are off. Raises SettingError.
+    requests at once, `prefill_chunk` prompt positions of a step, `chunk_frames` the frames of one pass of Code2Wav, `threads`
+    the engine's threads on a CPU. `disabled` names switches (of SWITCHES) that are off. Raises SettingError.
     """
 
     max_model_len: int | None = None
@@ -41,20 +51,27 @@ class EngineSettings:
     dtype: str = "float32"
     threads: int = 1
     chunk_frames: int = 4
+    prefill_chunk: int = PREFILL_CHUNK
+    phase_timing: bool = False
 
     def __post_init__(self) -> None:
         wanted = {
             "--model-len": self.max_model_len,
             "--kv-pages": self.kv_pages,
             "page_size": self.page_size,
-            "max_batch": self.max_batch,
+            "--max-batch": self.max_batch,
             "--threads": self.threads,
             "chunk_frames": self.chunk_frames,
+            "--prefill-chunk": self.prefill_chunk,
         }
         for name, value in wanted.items():
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, is {value}")
-        most = {"--threads": (self.threads, MOST_THREADS), "--kv-pages": (self.kv_pages or 1, MOST_KV_PAGES)}
+        most = {
+            "--threads": (self.threads, MOST_THREADS),
+            "--kv-pages": (self.kv_pages or 1, MOST_KV_PAGES),
+            "--max-batch": (self.max_batch, MOST_BATCH),
+        }
         for name, (value, limit) in most.items():
             if value > limit:
                 raise SettingError(f"{name} must be at most {limit}, is {value}")
@@ -65,23 +82,91 @@ class EngineSettings:
         check_switches(self.disabled)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How a server is served: the engine's settings, and those that the front process keeps to itself.
+
+    `max_queue` counts requests that may wait beyond the engine's `max_batch`. `wedge_seconds` is how long the engine may hold
+    work without finishing a step, `drain_seconds` how long open requests may go on after SIGTERM. `max_audio_seconds` None
+    leaves the choice to the model, `served_model_name` None takes the folder's name. Without `api_keys` everybody may ask.
+    Raises SettingError.
+    """
+
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    max_queue: int = 256
+    wedge_seconds: float = 30.0
+    drain_seconds: float = 30.0
+    max_body_mb: int = 64
+    max_audio_seconds: int | None = None
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_queue < 0:
+            raise SettingError(f"--max-queue must be at least 0, is {self.max_queue}")
+        if not 1 <= self.max_body_mb <= MOST_BODY_MB:
+            raise SettingError(f"--max-body-mb must be 1 to {MOST_BODY_MB}, is {self.max_body_mb}")
+        if self.max_audio_seconds is not None and self.max_audio_seconds < 1:
+            raise SettingError(f"--max-audio-seconds must be at least 1, is {self.max_audio_seconds}")
+        if not (self.wedge_seconds > 0 and math.isfinite(self.wedge_seconds)):
+            raise SettingError(f"--wedge-seconds must be above 0, is {self.wedge_seconds:g}")
+        if not (self.drain_seconds >= 0 and math.isfinite(self.drain_seconds)):
+            raise SettingError(f"--drain-seconds must be at least 0, is {self.drain_seconds:g}")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise SettingError("--served-model-name is empty")
+        # Which key is at fault is not said: a message ends in a log.
+        if any(not (key.isascii() and key.isprintable() and key.strip() == key != "") for key in self.api_keys):
+            raise SettingError(
+                f"a key of --api-key or {API_KEY_VARIABLE} is empty, has spaces at its ends or isn't ASCII"
+            )
+
+    @property
+    def max_open(self) -> int:
+        """How many requests may be open at once, running and waiting."""
+        return self.engine.max_batch + self.max_queue
+
+    @property
+    def max_body_bytes(self) -> int:
+        """How many bytes a request's body may have."""
+        return self.max_body_mb << 20
+
+
 def check_switches(names: Iterable[str]) -> None:
     """Raise SettingError unless every name is a switch."""
     for name in sorted(names):
         if name not in SWITCHES:
-            raise SettingError(f"--disable: no switch is called {name!r}; there are {', '.join(SWITCHES)}")
+            raise SettingError(f"no switch is called {name!r}; there are {', '.join(SWITCHES)}")
 
 
-def parse_switches(text: str) -> frozenset[str]:
-    """Split `a,b` into switch names; SettingError for an unknown one."""
+def switches_off(device: str, disable: str, enable: str) -> frozenset[str]:
+    """The switches that are off on `device`, given lists `a,b` of those to turn off and on; SettingError for an unknown one."""
+    off, on = _names("--disable", disable), _names("--enable", enable)
+    if both := sorted(off & on):
+        raise SettingError(f"--enable and --disable both name {', '.join(both)}")
+    return (OFF_BY_DEFAULT.get(device, frozenset()) | off) - on
+
+
+def _names(flag: str, text: str) -> frozenset[str]:
     names = frozenset(name.strip() for name in text.split(",") if name.strip())
-    check_switches(names)
+    try:
+        check_switches(names)
+    except SettingError as error:
+        raise SettingError(f"{flag}: {error}") from None
     return names
 
 
 def default_dtype(device: str) -> str:
     """The dtype to compute in when none is asked for: a CPU is exact in float32 and slow in anything else."""
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def api_keys(flags: Iterable[str]) -> tuple[str, ...]:
+    """The keys that open the server: those of the flags and those of WALKGATE_API_KEY, which separates its keys by commas."""
+    named = os.environ.get(API_KEY_VARIABLE, "")
+    keys = [key.strip() for key in named.split(",") if key.strip()]
+    if named and not keys:
+        raise SettingError(f"{API_KEY_VARIABLE} is set but holds no key; unset it to serve everybody")
+    return (*flags, *keys)
 
 
 def cache_folder() -> Path:
@@ -94,6 +179,7 @@ def cache_folder() -> Path:
 
 
 def child_environment(source_root: Path) -> dict[str, str]:
-    """The environment of a child process that must import the same tree as this one: this tree comes first."""
+    """The environment of a child process that must import the same tree as this one: this tree comes first, no key is in it."""
     rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(source_root)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(source_root), *rest])}
+    kept = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(source_root), *rest])}

@@ -1,12 +1,12 @@
 """Token ids to text, a few at a time: what is emitted never ends inside a character. No torch.
 
-The chunks of one request, joined, are what decoding all its ids at once would give.
+The chunks of one request, joined, are what decoding all its ids at once would give, up to where it may be shown.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -48,16 +48,29 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """The text of one request. `push` holds back the bytes of a character that is not complete yet; `finish` flushes."""
+    """The text of one request. `push` holds back the bytes of a character that is not complete yet; `finish` flushes.
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    A token of `stop_ids` ends the text and is no part of it.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, stop_ids: Collection[int] = ()) -> None:
         self._token_bytes = token_bytes
+        self._stop_ids = frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
+        self._shown = 0
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that `token_ids` complete; "" while a character is incomplete."""
-        return self._decoder.decode(b"".join(map(self._token_bytes.of, token_ids)))
+    def push(self, token_ids: Sequence[int], shown_bytes: int | None = None) -> str:
+        """Return the text that `token_ids` complete; "" while a character is incomplete.
+
+        `shown_bytes` says how many bytes of all text so far may be shown; the rest waits for a later call. None shows all.
+        """
+        self._held += b"".join(self._token_bytes.of(token) for token in token_ids if token not in self._stop_ids)
+        free = len(self._held) if shown_bytes is None else shown_bytes - self._shown
+        data, self._held = self._held[:free], self._held[free:]
+        self._shown += len(data)
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """Return what is left: U+FFFD for a character that never became complete, else ""."""
+        """Return what is left: U+FFFD for a character that never became complete, else "". What was never shown is dropped."""
         return self._decoder.decode(b"", final=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from engine.capture import Eager
 from engine.config import SWITCHES, EngineSettings
 from engine.errors import RequestError
 from engine.kv.pages import KVCache, PagePool, pages_for
+from engine.kv.plan_cache import PlanCache
 from engine.lane import Lane
 from engine.loop import Loop, settle
 from engine.loopback import SlotPool
@@ -18,6 +20,7 @@ from engine.model.omni import OmniModel
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
 from engine.model.walks import TALKER_DECODE, THINKER_DECODE_WALKS, next_walk, row_span, walk_table
+from engine.phases import Phases
 from engine.request import Event, Request
 from engine.runner import CODE_GROUPS, AudioRunner, Code2WavRunner, Runner, TalkerRunner, ThinkerRunner
 from engine.scheduler import Need, Policy, Pools, Scheduler
@@ -26,7 +29,9 @@ from engine.stop import Stops
 from engine.stream import DeviceQueue
 from engine.walk import WalkTable, check
 
-PREFILL_POSITIONS = 2048
+# Prompt positions of a step when prompts are not cut; the first prompt may have more.
+WHOLE_PROMPT_POSITIONS = 2048
+AHEAD = 2
 # Room for this many requests of the longest kind, when --kv-pages does not say; pages are touched only when used.
 DEFAULT_FULL_REQUESTS = 8
 
@@ -34,8 +39,13 @@ DEFAULT_FULL_REQUESTS = 8
 class Engine:
     """Serves requests: `add` them, call `step` while `has_work`, read the events."""
 
-    def __init__(self, model: OmniModel, settings: EngineSettings) -> None:
+    def __init__(
+        self, model: OmniModel, settings: EngineSettings, token_bytes: Callable[[int], bytes] | None = None
+    ) -> None:
         self.model = model
+        self.token_bytes = token_bytes
+        self.phases = Phases(enabled=settings.phase_timing)
+        self.plans: dict[Component, PlanCache] = {}
         self.settings = settings
         positions = model.config.thinker.max_positions
         self.max_model_len = min(settings.max_model_len or positions, positions)
@@ -52,12 +62,23 @@ class Engine:
             policy=self._policy(),
             next_walk=partial(next_walk, text_walk=self._on("text_walk")),
         )
-        lanes = [Lane(runner) for runner in self._runners(count)]
+        lanes = [Lane(runner, self._depth(runner.component)) for runner in self._runners(count)]
         check(self.table, [lane.component for lane in lanes])
-        self.loop = Loop(self.table, lanes, self.scheduler, settle)
+        self.loop = Loop(self.table, lanes, self.scheduler, settle, self.phases, token_bytes)
 
     def _on(self, switch: str) -> bool:
         return switch not in self.settings.disabled
+
+    def _depth(self, component: Component) -> int:
+        """Steps in flight: a step can't be launched ahead of the host when the host hands it its tokens."""
+        waits_for_host = component == Component.THINKER and not self._on("device_loopback")
+        return AHEAD if self._on("launch_ahead") and not waits_for_host else 1
+
+    def _plan_cache(self, component: Component) -> PlanCache:
+        walks = frozenset(walk.name for walk in self.table.of(component) if walk.decode)
+        device = self.model.ops.device
+        self.plans[component] = PlanCache(self.settings.page_size, device, walks, enabled=self._on("plan_cache"))
+        return self.plans[component]
 
     def _table(self) -> WalkTable:
         eos = self.model.talker.eos if self.model.talker is not None else None
@@ -66,12 +87,15 @@ class Engine:
     def _policy(self) -> Policy:
         rows = dict.fromkeys(Component, self.settings.max_batch)
         rows[Component.CODE2WAV] = 1
+        chunked = self._on("chunked_prefill")
         return Policy(
             max_rows=rows,
-            prefill_positions=PREFILL_POSITIONS,
+            prefill_positions=self.settings.prefill_chunk if chunked else WHOLE_PROMPT_POSITIONS,
             decode_walks=THINKER_DECODE_WALKS | {TALKER_DECODE},
             row_span=partial(row_span, chunk_frames=self.chunk_frames),
             batching=self._on("batching"),
+            chunked=frozenset({Component.THINKER, Component.TALKER}) if chunked else frozenset(),
+            mixed=self._on("mixed_steps"),
         )
 
     def _pools(self) -> Pools:
@@ -113,7 +137,8 @@ class Engine:
             media_rows=media_rows,
             text_queue=text_queue,
             slots=settings.max_batch,
-            page_size=settings.page_size,
+            plans=self._plan_cache(Component.THINKER),
+            phases=self.phases,
             device_loopback=self._on("device_loopback"),
         )
         runners: list[Runner] = [AudioRunner(model.audio_encoder, audio_states, device), thinker]
@@ -129,7 +154,8 @@ class Engine:
             text_queue=text_queue,
             frame_queue=frame_queue,
             slots=settings.max_batch,
-            page_size=settings.page_size,
+            plans=self._plan_cache(Component.TALKER),
+            phases=self.phases,
             marker_ids=(model.config.ids.tts_eos, model.config.ids.tts_pad),
         )
         code2wav = Code2WavRunner(model.code2wav, frame_queue, stateful=self._on("stateful_code2wav"))
@@ -155,6 +181,8 @@ class Engine:
         """Queue a request. RequestError if it can never fit, or repeats the id of one that is open."""
         if request.id in self.loop.waiting or request.id in self.loop.admitted:
             raise RequestError(f"a request with id {request.id!r} is open", field="id", code="duplicate_id")
+        if request.stop and self.token_bytes is None:
+            raise RequestError("this engine has no tokenizer, so it can't match stop strings", field="stop")
         self.scheduler.add(request.id, self._needs(request))
         self.loop.add(request)
 
@@ -214,8 +242,14 @@ class Engine:
         for lane in self.loop.lanes:
             found |= {f"{lane.component}_{name}_total": value for name, value in lane.counters.items()}
             found |= {f"{name}_total": value for name, value in lane.runner.counters.items()}
+            if isinstance(lane.runner, ThinkerRunner | TalkerRunner):
+                sampled = lane.runner.sampler.counters
+                found |= {f"{lane.component}_sampling_{name}_total": value for name, value in sampled.items()}
             walks = [walk.name for walk in self.table.of(lane.component)]
             found |= {f"walk_{name}_rows_total": lane.walk_rows[name] for name in walks}
+        for component, plans in self.plans.items():
+            found |= {f"{component}_plan_cache_{name}_total": value for name, value in plans.counters.items()}
+        found |= self.phases.counters(int(found["thinker_steps_total"]))
         found |= {f"{component}_pages_free": pool.free for component, pool in self.pages.items()}
         found |= {f"{component}_pages": pool.total for component, pool in self.pages.items()}
         return found | {
@@ -237,5 +271,6 @@ class Engine:
                 "kv_pages": self.pages[Component.THINKER].total,
                 "page_size": self.settings.page_size,
                 "chunk_frames": self.chunk_frames,
+                "prefill_chunk": self.settings.prefill_chunk,
             },
         }

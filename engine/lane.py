@@ -16,13 +16,22 @@ log = logging.getLogger("walkgate.engine")
 
 
 class Lane:
-    """Launches steps of one component, at most `depth` of them in flight, and finishes them in order."""
+    """Launches steps of one component, at most `depth` of them in flight, and finishes them in order.
+
+    With a depth of 2 the next step is launched before the one in flight is read: launch-ahead.
+    """
 
     def __init__(self, runner: Runner, depth: int = 1) -> None:
         self.runner = runner
         self.depth = depth
         self._in_flight: deque[tuple[Step, list[Launched], list[Made]]] = deque()
-        self.counters = {"steps": 0, "rows": 0, "steps_split_after_error": 0}
+        self.counters = {
+            "steps": 0,
+            "rows": 0,
+            "steps_launched_ahead": 0,
+            "steps_mixed": 0,
+            "steps_split_after_error": 0,
+        }
         self.walk_rows: Counter[str] = Counter()
 
     @property
@@ -42,13 +51,19 @@ class Lane:
 
     def launch(self, step: Step) -> None:
         """Run `step`; a failing one is run again row by row, and a row that fails alone becomes an error."""
-        self.counters["steps"] += 1
-        self.counters["rows"] += len(step.rows)
-        self.walk_rows.update(row.walk for row in step.rows)
+        self._count(step)
         try:
             self._in_flight.append((step, [self.runner.launch(step)], []))
         except Exception as error:
             self._in_flight.append(self._launch_row_by_row(step, error))
+
+    def _count(self, step: Step) -> None:
+        walks = Counter(row.walk for row in step.rows)
+        self.counters["steps"] += 1
+        self.counters["rows"] += len(step.rows)
+        self.counters["steps_launched_ahead"] += self.busy
+        self.counters["steps_mixed"] += len(walks) > 1
+        self.walk_rows.update(walks)
 
     def _launch_row_by_row(self, step: Step, error: Exception) -> tuple[Step, list[Launched], list[Made]]:
         if len(step.rows) == 1:
@@ -63,9 +78,14 @@ class Lane:
         return step, launched, failed
 
     def finish(self) -> tuple[Step, list[Made]]:
-        """Wait for the oldest step in flight; returns it and what each of its rows made."""
-        step, launched, failed = self._in_flight.popleft()
-        return step, [made for one in launched for made in self.runner.finish(one)] + failed
+        """Wait for the oldest step in flight; returns it and what its rows made. What can't be read fails its own rows only."""
+        step, launched, made = self._in_flight.popleft()
+        for one in launched:
+            try:
+                made += self.runner.finish(one)
+            except Exception as error:
+                made += [_failed(row, error) for row in one.step.rows]
+        return step, made
 
 
 def _failed(row: Row, error: Exception) -> Made:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.lane import Lane
+from engine.phases import Phases
 from engine.request import Event, Request, Usage
 from engine.runner import Made
 from engine.scheduler import Scheduler
 from engine.step import Component, Step
 from engine.stop import STOP
+from engine.stop_strings import StopStrings
 from engine.track import Track
 from engine.walk import Destination, WalkTable
 
@@ -27,6 +29,7 @@ class _Open:
 
     request: Request
     tracks: dict[Component, Track]
+    stops: StopStrings | None = None
     text_told: bool = False
     tokens: int = 0
     frames: int = 0
@@ -36,12 +39,17 @@ class _Open:
 
 @dataclass(slots=True)
 class Loop:
-    """Owns the admitted requests. `settle` says why a track that can get no more input ends, if it does."""
+    """Owns the admitted requests. `settle` says why a track that can get no more input ends, if it does.
+
+    `token_bytes` spells a token out; only requests with stop strings need it.
+    """
 
     table: WalkTable
     lanes: Sequence[Lane]
     scheduler: Scheduler
     settle: Callable[[Track], str | None]
+    phases: Phases = field(default_factory=lambda: Phases(enabled=False))
+    token_bytes: Callable[[int], bytes] | None = None
     waiting: dict[str, Request] = field(default_factory=dict)
     admitted: dict[str, _Open] = field(default_factory=dict)
     counters: dict[str, int] = field(
@@ -63,18 +71,27 @@ class Loop:
     def turn(self) -> list[Event]:
         """Run one step in each lane that has work; returns the events of the requests that got on, one each."""
         events: dict[str, Event] = {}
-        self._admit(events)
+        with self.phases("schedule"):
+            self._admit(events)
         for lane in self.lanes:
-            while lane.has_room and (step := self.scheduler.next_step(lane.component)) is not None:
-                lane.launch(step)
+            while lane.has_room and (step := self._next_step(lane)) is not None:
+                with self.phases("launch"):
+                    lane.launch(step)
         for lane in self.lanes:
             if lane.busy:
-                step, made = lane.finish()
-                self.scheduler.retire(step)
-                for one in made:
-                    self._apply(step, one, events)
-        self._close_finished()
+                with self.phases("read"):
+                    step, made = lane.finish()
+                with self.phases("emit"):
+                    self.scheduler.retire(step)
+                    for one in made:
+                        self._apply(step, one, events)
+        with self.phases("emit"):
+            self._close_finished()
         return list(events.values())
+
+    def _next_step(self, lane: Lane) -> Step | None:
+        with self.phases("schedule"):
+            return self.scheduler.next_step(lane.component)
 
     def add(self, request: Request) -> None:
         """Note a request that the scheduler has queued."""
@@ -93,7 +110,10 @@ class Loop:
 
     def _admit(self, events: dict[str, Event]) -> None:
         for request_id, tracks in self.scheduler.admit():
-            one = self.admitted[request_id] = _Open(self.waiting.pop(request_id), tracks)
+            request = self.waiting.pop(request_id)
+            watched = self.token_bytes is not None and (request.stop or request.stop_ids)
+            stops = StopStrings(request.stop) if watched else None
+            one = self.admitted[request_id] = _Open(request, tracks, stops)
             try:
                 self._open(one)
             except Exception as error:  # one request that can't be taken in must not stop the others
@@ -125,10 +145,26 @@ class Loop:
             self._fail(one, made.error, events)
             return
         event = events.setdefault(made.request_id, Event(request_id=made.request_id))
+        if one.stops is not None and made.token_ids:
+            self._match_stops(one, one.stops, made.token_ids, event)
         self._tell_client(one, made, event)
         self._stream_on(one, step.component, made)
         self._settle(one)
         self._tell_ends(one, event)
+
+    def _match_stops(self, one: _Open, stops: StopStrings, token_ids: list[int], event: Event) -> None:
+        """End the text at a stop string, whatever else would have ended it; say how much of it may be shown.
+
+        The request's own stop ids end the text too, and are no part of it.
+        """
+        assert self.token_bytes is not None
+        thinker = one.tracks[Component.THINKER]
+        said = [token for token in token_ids if token not in one.request.stop_ids]
+        if stops.push(b"".join(map(self.token_bytes, said))):
+            thinker.finish_reason = STOP
+        elif thinker.finished:
+            stops.finish()
+        event.shown_bytes = stops.shown
 
     def _tell_client(self, one: _Open, made: Made, event: Event) -> None:
         one.tokens += len(made.token_ids)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.capture import Eager
 from engine.kernels import Plan
 from engine.kv.pages import KVCache
-from engine.kv.plan import build_plan
+from engine.kv.plan_cache import PlanCache
 from engine.loopback import Slots
 from engine.model.audio_encoder import AudioEncoder
 from engine.model.code2wav import Code2Wav, Code2WavState
@@ -25,8 +25,9 @@ from engine.model.positions import prompt_positions
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
 from engine.model.walks import text_index
-from engine.request import Request, Sampling, StepLogprobs, StepTrace
-from engine.sampler import GREEDY, TALKER_STREAM, THINKER_STREAM, SamplingRows, choose, sampling_rows, top_two
+from engine.phases import Phases
+from engine.request import Request, Speech, StepLogprobs, StepTrace
+from engine.sampler import TALKER_STREAM, THINKER_STREAM, Sampler, SamplingRows, step_logprobs
 from engine.step import Component, Row, Step
 from engine.stop import STOP, StopCheck, StopRow
 from engine.stream import DeviceQueue
@@ -54,13 +55,13 @@ class Made:
 
 @dataclass(slots=True)
 class Launched:
-    """A step in flight: the tensors that `finish` copies to the host."""
+    """A step in flight: the tensors that `finish` copies to the host, for the rows (`making`) that make something."""
 
     step: Step
     bucket: int
+    making: list[int] = field(default_factory=list)
     tokens: Tensor | None = None
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     pcm: list[Tensor] = field(default_factory=list)
 
 
@@ -95,17 +96,26 @@ class _Live:
     last_token: int = 0
     stop_ids: frozenset[int] = frozenset()
 
+    def prefills(self, row: Row) -> bool:
+        """Whether `row` is a part of the track's prompt."""
+        return row.start < self.track.prompt_length
+
     @property
-    def prefilling(self) -> bool:
-        """Whether the track's next row is a part of its prompt."""
-        return self.track.prefilled < self.track.prompt_length
+    def speaks_of_media(self) -> bool:
+        """Whether the Talker will ask for the Thinker's states at this request's audio."""
+        return self.audio_at is not None and self.track.audio_output
+
+    def index(self, row: Row) -> int:
+        """Which of its track's tokens or frames `row` makes, from 0; below 0 for a chunk of the prompt that makes none."""
+        return row.start + row.length - self.track.prompt_length
 
 
 class _Tracks:
     """The live requests of a runner, and the plans over them."""
 
-    def __init__(self, page_size: int, device: torch.device) -> None:
-        self.page_size = page_size
+    def __init__(self, plans: PlanCache, phases: Phases, device: torch.device) -> None:
+        self.plans = plans
+        self.phases = phases
         self.device = device
         self.live: dict[str, _Live] = {}
 
@@ -115,8 +125,15 @@ class _Tracks:
     def slots(self, step: Step) -> Tensor:
         return torch.tensor([row.slot for row in step.rows], device=self.device)
 
+    def to_host(self, values: Tensor) -> npt.NDArray[np.int64]:
+        """The step's one copy to the host; waits for the device."""
+        with self.phases("wait"):
+            found: npt.NDArray[np.int64] = values.cpu().numpy()
+            return found
+
     def plan(self, step: Step) -> Plan:
-        return build_plan(step, self._positions, self.page_size, self.device)
+        with self.phases("plan"):
+            return self.plans.plan(step, self._positions)
 
     def _positions(self, row: Row) -> npt.NDArray[np.float32]:
         places = self.live[row.request_id].positions
@@ -126,12 +143,6 @@ class _Tracks:
             return places[:, row.start : row.start + row.length]
         after = places.max() + 1 + np.arange(row.start - prompt, row.start - prompt + row.length, dtype=np.float32)
         return np.broadcast_to(after, (3, row.length))
-
-
-def _note_progress(track: Track, row: Row) -> None:
-    if track.prefilled < track.prompt_length:
-        track.prefilled += row.length
-    track.generated += 1
 
 
 class AudioRunner:
@@ -171,7 +182,7 @@ class AudioRunner:
         """Mark the rows' tracks as done."""
         for row in launched.step.rows:
             track = self._live[row.request_id].track
-            track.prefilled = track.generated = row.length
+            track.generated = row.length
             track.finish_reason = STOP
         return [Made(row.request_id, row.walk) for row in launched.step.rows]
 
@@ -193,7 +204,8 @@ class ThinkerRunner:
         media_rows: dict[str, Tensor],
         text_queue: DeviceQueue | None,
         slots: int,
-        page_size: int,
+        plans: PlanCache,
+        phases: Phases,
         device_loopback: bool,
     ) -> None:
         device = cache.keys.device
@@ -204,12 +216,17 @@ class ThinkerRunner:
         self._audio_states = audio_states
         self._media_rows = media_rows
         self._text_queue = text_queue
-        self._tracks = _Tracks(page_size, device)
+        self._tracks = _Tracks(plans, phases, device)
         self._tokens = Slots(slots, (), torch.int64, device)
-        self._seen = torch.zeros((slots, thinker.vocab), dtype=torch.bool, device=device)
+        self.sampler = Sampler(slots, thinker.vocab, stream=THINKER_STREAM, codebooks=1, device=device)
         self._device_loopback = device_loopback
         self._capture = capture
-        self.counters = {"loopback_rows_device": 0, "loopback_rows_host": 0, "top_two_rows": 0}
+        self.counters = {
+            "loopback_rows_device": 0,
+            "loopback_rows_host": 0,
+            "logprob_rows": 0,
+            "thinker_rows_overrun": 0,
+        }
 
     def open(self, request: Request, track: Track) -> None:
         """Take a track in: its prompt goes to the device, its positions are laid out."""
@@ -224,9 +241,7 @@ class ThinkerRunner:
             audio_at=(prompt == self._config.ids.audio).nonzero()[:, 0] if request.clips else None,
             stop_ids=frozenset(request.stop_ids),
         )
-        if request.sampling.repetition_penalty != 1.0:
-            self._seen[track.slot] = False
-            self._seen[track.slot, prompt] = True
+        self.sampler.open(track.slot, request.sampling, prompt)
 
     def close(self, request_id: str) -> None:
         """Forget a request and the states kept for its Talker."""
@@ -239,43 +254,53 @@ class ThinkerRunner:
         slots = self._tracks.slots(step)
         plan = self._tracks.plan(step)
         x = self._inputs(step, live, slots)
-        keep = any(one.prefilling and one.track.audio_output and one.audio_at is not None for one in live)
+        keep = any(one.prefills(row) and one.speaks_of_media for row, one in zip(step.rows, live, strict=True))
         hidden, accept = self._capture.run(
             len(step.rows),
             lambda: self._thinker.forward(x, plan, self._cache.keys, self._cache.values, states=keep),
         )
-        logits = self._thinker.logits(hidden.index_select(0, plan.last))
-        wishes = sampling_rows(
-            [one.request.sampling for one in live],
-            [one.track.generated for one in live],
-            codebooks=1,
-            stream=THINKER_STREAM,
-            device=self._tracks.device,
-        )
-        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)
-        launched = Launched(step, self._capture.bucket(len(step.rows)), tokens)
-        if any(one.request.logprobs is not None for one in live):
-            launched.top_ids, launched.top_logprobs = top_two(logits)
-        self._leave(step, live, slots, tokens)
         if accept is not None:
             self._keep_media_rows(step, live, accept)
+        launched = Launched(step, self._capture.bucket(len(step.rows)), _making(step, live))
+        if launched.making:
+            self._choose(launched, live, slots, hidden.index_select(0, plan.last))
         return launched
+
+    def _choose(self, launched: Launched, live: list[_Live], slots: Tensor, ends: Tensor) -> None:
+        """Choose a token for each row that makes one, from `ends` [R, H]; chunks inside a prompt make none."""
+        step, making = launched.step, launched.making
+        if len(making) < len(live):
+            chosen = torch.tensor(making, device=slots.device)
+            slots, ends = slots[chosen], ends[chosen]
+        some = [live[place] for place in making]
+        steps = [one.index(step.rows[place]) for place, one in zip(making, some, strict=True)]
+        logits = self._thinker.logits(ends)
+        wishes = self.sampler.rows([one.request.sampling for one in some], slots, steps)
+        tokens = self.sampler.choose(logits, wishes)
+        launched.tokens = tokens
+        asked = [one.request.logprobs for one in some if one.request.logprobs is not None]
+        if asked:
+            launched.logprobs = step_logprobs(logits, tokens, max(asked))
+        self._leave(some, steps, slots, tokens)
+        self.sampler.note(wishes, tokens)
 
     def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
         """Embed prompt ids, what the slots hold and, at audio pads, the encoder's states; returns [n, H]."""
-        if not any(one.prefilling for one in live):
+        if not any(one.prefills(row) for row, one in zip(step.rows, live, strict=True)):
             return self._thinker.embed(self._looped_back(live, slots))
         parts, audio = [], []
+        offset = 0
         for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
-            if not one.prefilling:
+            if not one.prefills(row):
                 parts.append(self._looped_back([one], slots[index : index + 1]))
-                continue
-            assert one.prompt is not None
-            if one.audio_at is not None:
-                inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
-                offset = sum(part.shape[0] for part in parts)
-                audio.append((one.audio_at[inside] - row.start + offset, self._audio_states[row.request_id][inside]))
-            parts.append(one.prompt[row.start : row.start + row.length])
+            else:
+                assert one.prompt is not None
+                parts.append(one.prompt[row.start : row.start + row.length])
+                if one.audio_at is not None:
+                    inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
+                    places = one.audio_at[inside] - row.start + offset
+                    audio.append((places, self._audio_states[row.request_id][inside]))
+            offset += row.length
         x = self._thinker.embed(torch.cat(parts))
         for places, states in audio:
             x = x.index_copy(0, places, states.to(x.dtype))
@@ -288,67 +313,80 @@ class ThinkerRunner:
         self.counters["loopback_rows_host"] += len(live)
         return torch.tensor([one.last_token for one in live], device=self._tracks.device)
 
-    def _leave(self, step: Step, live: list[_Live], slots: Tensor, tokens: Tensor) -> None:
+    def _leave(self, live: list[_Live], steps: list[int], slots: Tensor, tokens: Tensor) -> None:
         self._tokens.write(slots, tokens)
-        for index, one in enumerate(live):
-            if one.request.sampling.repetition_penalty != 1.0:
-                self._seen[one.track.slot, tokens[index]] = True
         speaking = [index for index, one in enumerate(live) if one.track.audio_output]
         if speaking and self._text_queue is not None:
             chosen = torch.tensor(speaking, device=tokens.device)
-            made = torch.tensor([live[index].track.generated for index in speaking], device=tokens.device)
+            made = torch.tensor([steps[index] for index in speaking], device=tokens.device)
             self._text_queue.push(slots[chosen], made, tokens[chosen][:, None])
 
     def _keep_media_rows(self, step: Step, live: list[_Live], accept: Tensor) -> None:
         """Keep the Talker's view of the audio: the accept layer's rows at audio pads, [tokens, H] per request."""
         offset = 0
         for row, one in zip(step.rows, live, strict=True):
-            if one.audio_at is not None and one.track.audio_output and one.prefilling:
+            if one.speaks_of_media and one.prefills(row):
+                assert one.audio_at is not None
                 inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
-                rows = accept[one.audio_at[inside] - row.start + offset]
-                before = self._media_rows.get(row.request_id) if row.start > 0 else None
-                self._media_rows[row.request_id] = rows if before is None else torch.cat([before, rows])
+                kept = self._media_rows.get(row.request_id)
+                if kept is None:
+                    kept = accept.new_zeros((len(one.audio_at), accept.shape[1]))
+                    self._media_rows[row.request_id] = kept
+                kept[inside] = accept[one.audio_at[inside] - row.start + offset]
             offset += row.length
 
     def finish(self, launched: Launched) -> list[Made]:
-        """Read the tokens once, note progress and ends."""
-        assert launched.tokens is not None
-        step, live = launched.step, self._tracks.of(launched.step)
-        tokens = launched.tokens.cpu().numpy()
-        reasons = self._stop(_stop_rows(step, live), tokens)
+        """Read the tokens once, note progress and ends. A row of a track that had ended by then is dropped."""
+        if launched.tokens is None:
+            return []
+        step, every = launched.step, self._tracks.of(launched.step)
+        rows, live = [step.rows[place] for place in launched.making], [every[place] for place in launched.making]
+        tokens = self._tracks.to_host(launched.tokens)
+        reasons = self._stop(_stop_rows(rows, live), tokens)
         made = []
-        for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
-            _note_progress(one.track, row)
+        for index, (row, one) in enumerate(zip(rows, live, strict=True)):
+            if one.track.finished:
+                self.counters["thinker_rows_overrun"] += 1
+                continue
+            one.track.generated += 1
             one.last_token = int(tokens[index])
-            one.track.finish_reason = one.track.finish_reason or reasons[index]
+            one.track.finish_reason = reasons[index]
             result = Made(row.request_id, row.walk, token_ids=[one.last_token])
             if one.request.trace:
                 result.trace = [StepTrace(step.number, launched.bucket, len(step.rows))]
+            if one.request.logprobs is not None:
+                result.logprobs = [self._logprobs(launched, index, one.request.logprobs)]
             made.append(result)
-        self._add_top_two(launched, live, made)
         return made
 
-    def _add_top_two(self, launched: Launched, live: list[_Live], made: list[Made]) -> None:
-        if launched.top_ids is None or launched.top_logprobs is None:
-            return
-        ids, logprobs = launched.top_ids.tolist(), launched.top_logprobs.tolist()
-        for index, one in enumerate(live):
-            if one.request.logprobs is not None:
-                self.counters["top_two_rows"] += 1
-                made[index].logprobs = [StepLogprobs(logprobs[index][0], ids[index], logprobs[index])]
+    def _logprobs(self, launched: Launched, index: int, count: int) -> StepLogprobs:
+        assert launched.logprobs is not None
+        self.counters["logprob_rows"] += 1
+        chosen, ids, logprobs = (values[index] for values in launched.logprobs)
+        return StepLogprobs(float(chosen), ids[:count].tolist(), logprobs[:count].tolist())
 
 
-def _stop_rows(step: Step, live: list[_Live]) -> list[StopRow]:
+def _making(step: Step, live: list[_Live]) -> list[int]:
+    """The places of the rows that make a token or a frame: all but chunks that end inside a prompt."""
+    return [place for place, (row, one) in enumerate(zip(step.rows, live, strict=True)) if one.index(row) >= 0]
+
+
+def _stop_rows(rows: list[Row], live: list[_Live]) -> list[StopRow]:
     return [
         StopRow(
             walk=row.walk,
-            generated=one.track.generated,
+            generated=one.index(row),
             limit=one.track.limit,
             ignore_stop_ids=one.request.ignore_eos,
             extra_stop_ids=one.stop_ids,
         )
-        for row, one in zip(step.rows, live, strict=True)
+        for row, one in zip(rows, live, strict=True)
     ]
+
+
+def _speech(request: Request) -> Speech:
+    assert request.speech is not None, f"{request.id} has a Talker track and no speech"
+    return request.speech
 
 
 class TalkerRunner:
@@ -367,7 +405,8 @@ class TalkerRunner:
         text_queue: DeviceQueue,
         frame_queue: DeviceQueue,
         slots: int,
-        page_size: int,
+        plans: PlanCache,
+        phases: Phases,
         marker_ids: tuple[int, int],
     ) -> None:
         device = cache.keys.device
@@ -377,19 +416,19 @@ class TalkerRunner:
         self._media_rows = media_rows
         self._text_queue = text_queue
         self._frame_queue = frame_queue
-        self._tracks = _Tracks(page_size, device)
+        self._tracks = _Tracks(plans, phases, device)
         self._frames = Slots(slots, (talker.hidden,), cache.keys.dtype, device)
-        self._seen = torch.zeros((slots, talker.vocab), dtype=torch.bool, device=device)
+        self.sampler = Sampler(slots, talker.vocab, stream=TALKER_STREAM, codebooks=CODE_GROUPS, device=device)
         self._end_id, self._pad_id = marker_ids
         self._capture = capture
-        self.counters = {"talker_prompts": 0}
+        self.counters = {"talker_prompts": 0, "talker_rows_overrun": 0}
 
     def open(self, request: Request, track: Track) -> None:
         """Take a track in with its own positions, counted from 0 over its own prompt."""
         talker_ids = self._talker.prompt_ids(request.prompt_ids)
         positions, _ = prompt_positions(talker_ids, self._talker.config)
         self._tracks.live[request.id] = _Live(request, track, positions=positions)
-        self._seen[track.slot] = False
+        self.sampler.open(track.slot, _speech(request).sampling, None)
 
     def close(self, request_id: str) -> None:
         """Forget a request."""
@@ -404,44 +443,42 @@ class TalkerRunner:
         y = self._capture.run(
             len(step.rows), lambda: self._talker.forward(x, plan, self._cache.keys, self._cache.values)
         )
-        y = y.index_select(0, plan.last)
-        speech = [one.request.speech for one in live]
+        launched = Launched(step, self._capture.bucket(len(step.rows)), _making(step, live))
+        if launched.making:
+            self._frame(launched, live, slots, y.index_select(0, plan.last))
+        return launched
+
+    def _frame(self, launched: Launched, live: list[_Live], slots: Tensor, y: Tensor) -> None:
+        """Make the frame of each row that makes one, from `y` [R, H]; chunks inside a prompt make none."""
+        step, making = launched.step, launched.making
+        if len(making) < len(live):
+            chosen = torch.tensor(making, device=slots.device)
+            slots, y = slots[chosen], y[chosen]
+        steps = [live[place].index(step.rows[place]) for place in making]
+        speech = [_speech(live[place].request) for place in making]
         logits = self._talker.logits(y).masked_fill(self._talker.suppressed, float("-inf"))
         for index, wish in enumerate(speech):
-            if wish is not None and wish.ignore_eos:
+            if wish.ignore_eos:
                 logits[index, self._talker.eos] = float("-inf")
-        wishes = sampling_rows(
-            [wish.sampling if wish else Sampling() for wish in speech],
-            [one.track.generated for one in live],
-            codebooks=CODE_GROUPS,
-            stream=TALKER_STREAM,
-            device=self._tracks.device,
-        )
-        first = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)
+        wishes = self.sampler.rows([wish.sampling for wish in speech], slots, steps)
+        first = self.sampler.choose(logits, wishes)
         rest, total = self._predict(y, first, wishes)
-        self._seen[slots, first] = True
         codes = torch.cat([first[:, None], rest], dim=1)
         self._frames.write(slots, total)
-        made = torch.tensor([one.track.generated for one in live], device=slots.device)
-        self._frame_queue.push(slots, made, codes)
-        return Launched(step, self._capture.bucket(len(step.rows)), codes)
+        self._frame_queue.push(slots, torch.tensor(steps, device=slots.device), codes)
+        self.sampler.note(wishes, first)
+        launched.tokens = codes
 
     def _predict(self, y: Tensor, first: Tensor, wishes: SamplingRows) -> tuple[Tensor, Tensor]:
         """Codes 1 … 15 of each row and the sum of its frame's embeddings: [R, 15] int64 and [R, H]."""
-        rows = replace(
-            wishes,
-            temperature=torch.where(wishes.greedy, 0.0, 1.0),
-            top_k=torch.full_like(wishes.top_k, PREDICTOR_TOP_K),
-            top_p=torch.full_like(wishes.top_p, PREDICTOR_TOP_P),
-            penalty=torch.ones_like(wishes.penalty),
-        )
-        pick: Callable[[Tensor, int], Tensor] = lambda logits, group: choose(logits, rows, None, group)  # noqa: E731
+        rows = wishes.predictor(PREDICTOR_TOP_K, PREDICTOR_TOP_P)
+        pick: Callable[[Tensor, int], Tensor] = lambda logits, group: self.sampler.choose(logits, rows, group)  # noqa: E731
         return self._talker.predictor.frame(y, first, self._talker.codec_embed(first), pick)
 
     def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
         """Prompt rows, or for decode rows the last frame's embeddings plus the text that goes with it; returns [n, H]."""
-        decode = [not one.prefilling for one in live]
-        looped = self._frames.read(slots) + self._text_rows(live, slots) if any(decode) else None
+        decode = [not one.prefills(row) for row, one in zip(step.rows, live, strict=True)]
+        looped = self._frames.read(slots) + self._text_rows(step, live, slots) if any(decode) else None
         if all(decode):
             assert looped is not None
             return looped
@@ -451,12 +488,13 @@ class TalkerRunner:
                 assert looped is not None
                 parts.append(looped[index : index + 1])
             else:
-                parts.append(self._prompt_rows(one)[row.start : row.start + row.length])
+                if one.prompt is None:
+                    one.prompt = self._prompt_rows(one)
+                parts.append(one.prompt[row.start : row.start + row.length])
         return torch.cat(parts)
 
     def _prompt_rows(self, one: _Live) -> Tensor:
-        request, speech = one.request, one.request.speech
-        assert speech is not None
+        request, speech = one.request, _speech(one.request)
         slot = torch.tensor([one.track.slot], device=self._tracks.device)
         first = int(self._text_queue.at(slot, torch.zeros_like(slot))[0, 0])
         self.counters["talker_prompts"] += 1
@@ -464,9 +502,12 @@ class TalkerRunner:
         rows, _ = self._talker.prompt(request.prompt_ids, media, first, speech.voice)
         return rows
 
-    def _text_rows(self, live: list[_Live], slots: Tensor) -> Tensor:
-        """What is to be spoken at each row's next frame, as [R, H]: a text id, the end marker or padding."""
-        index = [text_index(one.track.generated, one.track.arrived, one.track.source_ended) for one in live]
+    def _text_rows(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
+        """What is to be spoken at each row's frame, as [R, H]: a text id, the end marker or padding."""
+        index = [
+            text_index(one.index(row), one.track.arrived, one.track.source_ended)
+            for row, one in zip(step.rows, live, strict=True)
+        ]
         at = torch.tensor([max(one, 0) if one is not None else 0 for one in index], device=slots.device)
         ids = self._text_queue.at(slots, at)[:, 0]
         marker = torch.tensor(
@@ -475,28 +516,33 @@ class TalkerRunner:
         return self._talker.text_rows(torch.where(marker < 0, ids, marker))
 
     def finish(self, launched: Launched) -> list[Made]:
-        """Read the frames once; a row whose layer-0 code is the end makes none."""
-        assert launched.tokens is not None
-        step, live = launched.step, self._tracks.of(launched.step)
-        codes = launched.tokens.cpu().numpy()
-        reasons = self._stop(self._limits(step, live), codes[:, 0])
+        """Read the frames once; a row whose layer-0 code is the end makes none, and one of an ended track is dropped."""
+        if launched.tokens is None:
+            return []
+        step, every = launched.step, self._tracks.of(launched.step)
+        rows, live = [step.rows[place] for place in launched.making], [every[place] for place in launched.making]
+        codes = self._tracks.to_host(launched.tokens)
+        reasons = self._stop(self._limits(rows, live), codes[:, 0])
         made = []
-        for row, one, reason, frame in zip(step.rows, live, reasons, codes, strict=True):
+        for row, one, reason, frame in zip(rows, live, reasons, codes, strict=True):
+            if one.track.finished:
+                self.counters["talker_rows_overrun"] += 1
+                continue
+            one.track.finish_reason = reason
             result = Made(row.request_id, row.walk)
             if reason != STOP:
-                _note_progress(one.track, row)
+                one.track.generated += 1
                 result.frames = 1
-                if one.request.speech is not None and one.request.speech.codes:
+                if _speech(one.request).codes:
                     result.codes = [frame.tolist()]
-            one.track.finish_reason = one.track.finish_reason or reason
             made.append(result)
         return made
 
     @staticmethod
-    def _limits(step: Step, live: list[_Live]) -> list[StopRow]:
+    def _limits(rows: list[Row], live: list[_Live]) -> list[StopRow]:
         return [
-            StopRow(walk=row.walk, generated=one.track.generated, limit=one.track.limit)
-            for row, one in zip(step.rows, live, strict=True)
+            StopRow(walk=row.walk, generated=one.index(row), limit=one.track.limit)
+            for row, one in zip(rows, live, strict=True)
         ]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.errors import RequestError
 from engine.step import Component, Row, Step
 from engine.track import Track
 
 NextWalk = Callable[[Track], str | None]
+_Ready = tuple[Track, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,50 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The limits of a step: rows, positions prefilled together, and the (start, length) that a ready track runs."""
+    """The limits of a step: rows, positions prefilled together, and the (start, length) that a ready track runs.
+
+    Prompts of `chunked` components are cut to fit a step's positions; with `mixed` they ride along with decode rows.
+    """
 
     max_rows: dict[Component, int]
     prefill_positions: int
     decode_walks: frozenset[str]
     row_span: Callable[[Track], tuple[int, int]]
     batching: bool = True
+    chunked: frozenset[Component] = frozenset()
+    mixed: bool = False
+
+
+def whole_rows(rows: Sequence[Row], positions: int) -> list[Row]:
+    """Return the first of `rows`, unchanged, while they fit `positions` together; the first always does."""
+    taken: list[Row] = []
+    for row in rows:
+        if taken and row.length > positions:
+            break
+        positions -= row.length
+        taken.append(row)
+    return taken
+
+
+def chunk_rows(rows: Sequence[Row], positions: int, most: int) -> list[Row]:
+    """Cut `rows` to `positions` together, at most `most` of them.
+
+    The oldest goes on with at least half of the positions, so that it is never starved; the others share what is left, the
+    shortest first, so that a short prompt does not wait for a long one.
+    """
+    if not rows:
+        return []
+    oldest, *others = sorted(rows, key=lambda row: row.generation)
+    others.sort(key=lambda row: row.length)
+    kept = min(positions // 2, sum(row.length for row in others)) if most > 1 else 0
+    taken: list[Row] = []
+    for row in [oldest, *others][:most]:
+        length = min(row.length, positions if taken else positions - kept)
+        if length < 1:
+            break
+        taken.append(row if length == row.length else msgspec.structs.replace(row, length=length))
+        positions -= length
+    return taken
 
 
 @dataclass(slots=True)
@@ -146,33 +186,49 @@ class Scheduler:
             self.pools.release_slot(slot)
 
     def next_step(self, component: Component) -> Step | None:
-        """Form the component's next step from its ready tracks, or None. Prefill and decode steps take turns when both wait."""
+        """Form the component's next step from its ready tracks, or None.
+
+        Decode rows go first; prompts ride along in the same step with `mixed`, else the two kinds take turns.
+        """
         ready = [
-            (track, walk)
-            for track in self.tracks[component].values()
-            if track.in_flight == 0 and (walk := self.next_walk(track)) is not None
+            (track, walk) for track in self.tracks[component].values() if (walk := self.next_walk(track)) is not None
         ]
         prefill = [pair for pair in ready if pair[1] not in self.policy.decode_walks]
         decode = [pair for pair in ready if pair[1] in self.policy.decode_walks]
-        take_prefill = bool(prefill) and not (decode and self._prefilled_last[component])
-        rows = self._prefill_rows(prefill) if take_prefill else [self._row(*pair) for pair in decode]
-        rows = [row for row in rows if row.length > 0][: self.policy.max_rows[component] if self.policy.batching else 1]
-        if not rows:
-            return None
-        self._prefilled_last[component] = take_prefill
-        return self._form(component, rows)
+        rows = (
+            self._mixed_rows(component, decode, prefill)
+            if self._mixes
+            else self._rows_in_turn(component, decode, prefill)
+        )
+        return self._form(component, rows) if rows else None
 
-    def _prefill_rows(self, pairs: list[tuple[Track, str]]) -> list[Row]:
-        """Whole prompts, in order of arrival, while they fit the step's budget; the first always does."""
-        rows: list[Row] = []
-        budget = self.policy.prefill_positions
-        for track, walk in pairs:
-            row = self._row(track, walk)
-            if rows and row.length > budget:
-                break
-            budget -= row.length
-            rows.append(row)
+    @property
+    def _mixes(self) -> bool:
+        return self.policy.mixed and self.policy.batching
+
+    def _mixed_rows(self, component: Component, decode: list[_Ready], prefill: list[_Ready]) -> list[Row]:
+        most = self.policy.max_rows[component]
+        decoding = self._decode_rows(decode, most - 1 if prefill and most > 1 else most)
+        return decoding + self._prefill_rows(component, prefill, most - len(decoding))
+
+    def _rows_in_turn(self, component: Component, decode: list[_Ready], prefill: list[_Ready]) -> list[Row]:
+        most = self.policy.max_rows[component] if self.policy.batching else 1
+        take_prefill = bool(prefill) and not (decode and self._prefilled_last[component])
+        rows = self._prefill_rows(component, prefill, most) if take_prefill else self._decode_rows(decode, most)
+        if rows:
+            self._prefilled_last[component] = take_prefill
         return rows
+
+    def _decode_rows(self, pairs: list[_Ready], most: int) -> list[Row]:
+        """In order of slot, so that the same tracks make the same step whatever order they came in."""
+        return sorted((self._row(track, walk) for track, walk in pairs[:most]), key=lambda row: row.slot)
+
+    def _prefill_rows(self, component: Component, pairs: list[_Ready], most: int) -> list[Row]:
+        rows = [self._row(track, walk) for track, walk in pairs]
+        rows = [row for row in rows if row.length > 0]
+        if component in self.policy.chunked:
+            return chunk_rows(rows, self.policy.prefill_positions, most)
+        return whole_rows(rows, self.policy.prefill_positions)[:most]
 
     def _row(self, track: Track, walk: str) -> Row:
         start, length = self.policy.row_span(track)
@@ -190,7 +246,7 @@ class Scheduler:
         number = self._steps[component]
         self._steps[component] += 1
         for row in rows:
-            self.tracks[component][row.request_id].in_flight += 1
+            self.tracks[component][row.request_id].note_launch(row.length)
         if len(rows) < len(self.tracks[component]):
             self._rotate(component, rows)
         return Step(number=number, component=component, rows=tuple(rows))

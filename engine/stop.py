@@ -36,7 +36,10 @@ def finish_reasons(
     if not vectorised:
         return [_reason(stop, row, int(token)) for row, token in zip(rows, tokens, strict=True)]
     may_stop = np.fromiter((row.walk in stop.walks and not row.ignore_stop_ids for row in rows), bool, len(rows))
-    hit = np.isin(tokens, list(stop.stop_ids)) & may_stop
+    hit = np.zeros(len(rows), dtype=bool)
+    for token in stop.stop_ids:  # a handful; np.isin costs more than all of them
+        hit |= tokens == token
+    hit &= may_stop
     full = np.fromiter((row.generated + 1 >= row.limit for row in rows), bool, len(rows))
     reasons: list[str | None] = [None] * len(rows)
     for place in np.flatnonzero(full).tolist():

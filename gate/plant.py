@@ -19,7 +19,7 @@ FLIP_STEP = 5
 
 # Lines of the engine, whole and unindented text included, that a plant hooks onto.
 LAUNCH = "            self._in_flight.append((step, [self.runner.launch(step)], []))"
-CHOOSE = "        tokens = choose(logits, wishes, self._seen.index_select(0, slots) if wishes.kind != GREEDY else None)"
+CHOOSE = "        tokens = self.sampler.choose(logits, wishes)"
 
 
 class PlantError(ValueError):
@@ -52,7 +52,7 @@ def slow(fraction: float) -> Plant:
 
 def flip(prompt_key: str, step: int = FLIP_STEP) -> Plant:
     """The prompt with this key gets its second best token at `step` (counted from 0) of its text."""
-    act = f"""            if one.track.generated == {step}:
+    act = f"""            if steps[index] == {step}:
                 tokens[index] = logits[index].topk(2).indices[1]"""
     return Plant("flip", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act))
 
@@ -65,7 +65,7 @@ def raising(prompt_key: str) -> Plant:
 
 def _at_prompt(prompt_key: str, act: str) -> str:
     return f"""{CHOOSE}
-        for index, one in enumerate(live):
+        for index, one in enumerate(some):
             import hashlib
 
             prompt = b"".join(token.to_bytes(4, "little") for token in one.request.prompt_ids)

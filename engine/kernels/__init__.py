@@ -41,14 +41,13 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Pages and positions of one step over n token rows and R segments; made by `make_plan`.
+    """Pages and positions of one step over n token rows and R segments; laid out by `make_plan`.
 
     `positions` [3, n] float32 (axes t, h, w); `write` [n] int64, the flat cache place (page * page_size + offset) of each
     row; `last` [R] int64, the token row that ends each segment; `page_size` in positions; `places` [n] int64, the place of
     each token row among the rows of all `groups` one after the other.
     """
 
-    segments: tuple[Segment, ...]
     positions: Tensor
     write: Tensor
     last: Tensor
@@ -77,7 +76,6 @@ def make_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, de
         write.extend(segment.pages[at // page_size] * page_size + at % page_size for at in positions_of)
     groups, places = _attention_groups(segments, page_size, len(write), torch.device(device))
     return Plan(
-        segments=tuple(segments),
         positions=positions.to(device),
         write=torch.tensor(write, dtype=torch.int64, device=device),
         last=torch.tensor([s.offset + s.length - 1 for s in segments], dtype=torch.int64, device=device),

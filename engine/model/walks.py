@@ -74,19 +74,19 @@ def _text_table(stop_ids: frozenset[int], emits: tuple[Emit, ...]) -> WalkTable:
 
 
 def next_walk(track: Track, *, text_walk: bool = True) -> str | None:
-    """Return the walk that `track` can run now, or None when it is finished or waits for another component.
+    """Return the walk that `track` can launch now, or None: it is finished, all that it may make is launched, or it waits.
 
     With `text_walk` off, text-only requests decode through the walk that also serves speech.
     """
     if track.finished:
         return None
     if track.component == Component.AUDIO_ENCODER:
-        return AUDIO_ENCODER
+        return AUDIO_ENCODER if track.prefilled < track.prompt_length else None
     if track.component == Component.THINKER:
         return _thinker_walk(track, text_walk)
     if track.component == Component.TALKER:
         return _talker_walk(track)
-    return CODE2WAV if track.arrived > track.generated else None
+    return CODE2WAV if track.arrived > track.launched else None
 
 
 def _thinker_walk(track: Track, text_walk: bool) -> str | None:
@@ -94,6 +94,8 @@ def _thinker_walk(track: Track, text_walk: bool) -> str | None:
         return None
     if track.prefilled < track.prompt_length:
         return THINKER_PREFILL
+    if track.launched >= track.limit:
+        return None
     return THINKER_DECODE if track.audio_output or not text_walk else THINKER_TEXT_DECODE
 
 
@@ -101,16 +103,18 @@ def _talker_walk(track: Track) -> str | None:
     """Prefill needs the first text id and the promise of a second; frame f+1 needs id f and to know whether it is the last."""
     if track.prefilled < track.prompt_length:
         return TALKER_PREFILL if track.arrived >= 2 else None
-    return TALKER_DECODE if track.source_ended or track.arrived >= track.generated + 2 else None
+    if track.launched >= track.limit:
+        return None
+    return TALKER_DECODE if track.source_ended or track.arrived >= track.launched + 2 else None
 
 
 def row_span(track: Track, chunk_frames: int) -> tuple[int, int]:
     """Return (start, length) of what a ready track runs: clips, positions or frames; length 0 for not yet."""
     if track.component == Component.CODE2WAV:
-        return track.generated, chunk_length(track.generated, track.arrived, track.source_ended, chunk_frames)
+        return track.launched, chunk_length(track.launched, track.arrived, track.source_ended, chunk_frames)
     if track.prefilled < track.prompt_length:
         return track.prefilled, track.prompt_length - track.prefilled
-    return track.prompt_length + track.generated - 1, 1
+    return track.prompt_length + track.launched - 1, 1
 
 
 def text_index(frame: int, text_tokens: int, text_ended: bool) -> int | None:

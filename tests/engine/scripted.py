@@ -49,22 +49,30 @@ class Scripted:
         self.launches.append(ids)
         self.during_launch(step)
         for request_id in ids:
-            assert self.live[request_id][1].in_flight == 1
+            assert self.live[request_id][1].in_flight >= 1
             if request_id in self.fails:
                 raise ValueError(f"{request_id} is broken")
         return Launched(step, len(step.rows))
 
     def finish(self, launched: Launched) -> list[Made]:
-        return [self.make(row, *self.live[row.request_id]) for row in launched.step.rows]
+        made = []
+        for row in launched.step.rows:
+            request, track = self.live[row.request_id]
+            if not track.finished and _index(row, track) >= 0:
+                made.append(self.make(row, request, track))
+        return made
 
     def make(self, row: Row, request: Request, track: Track) -> Made:
         raise AssertionError(f"{type(self).__name__} has no script")
 
 
+def _index(row: Row, track: Track) -> int:
+    """Which token or frame a row makes, from 0; below 0 for a chunk inside a prompt."""
+    return row.start + row.length - track.prompt_length
+
+
 def _progress(track: Track, row: Row) -> None:
-    if track.prefilled < track.prompt_length:
-        assert row.walk.endswith("prefill") and row.start == track.prefilled
-        track.prefilled += row.length
+    assert row.walk.endswith("prefill") == (row.start < track.prompt_length)
     track.generated += 1
 
 
@@ -110,7 +118,9 @@ class TalkerScript(Scripted):
         launched = super().launch(step)
         for row in step.rows:
             _, track = self.live[row.request_id]
-            text = text_index(track.generated, track.arrived, track.source_ended)
+            if _index(row, track) < 0:
+                continue
+            text = text_index(_index(row, track), track.arrived, track.source_ended)
             self.spoken.setdefault(row.request_id, []).append(text)
         return launched
 
@@ -155,6 +165,9 @@ class ScriptedEngine:
         depth: int = 1,
         chunk_frames: int = 4,
         text_walk: bool = True,
+        prefill_positions: int = 1000,
+        chunked: bool = False,
+        mixed: bool = False,
     ) -> None:
         self.audio, self.thinker = AudioScript(), ThinkerScript(texts)
         self.talker, self.code2wav = TalkerScript(frames or {}), Code2WavScript()
@@ -173,7 +186,9 @@ class ScriptedEngine:
             ),
             policy=Policy(
                 max_rows=dict.fromkeys(Component, max_rows),
-                prefill_positions=1000,
+                prefill_positions=prefill_positions,
+                chunked=frozenset({Component.THINKER, Component.TALKER}) if chunked else frozenset(),
+                mixed=mixed,
                 decode_walks=THINKER_DECODE_WALKS | {TALKER_DECODE},
                 row_span=partial(row_span, chunk_frames=chunk_frames),
             ),

@@ -15,6 +15,7 @@ import zmq.asyncio
 from engine.client import (
     Add,
     AskCounters,
+    Beat,
     BootError,
     Cancel,
     Counters,
@@ -189,5 +190,89 @@ def test_shutting_down_tells_the_engine_and_ends_streams(tmp_path: Path):
         assert isinstance(await peer.hear(), Shutdown)
         with pytest.raises(EngineDeadError, match="shutting down"):
             await task
+
+    joined(tmp_path, test)
+
+
+def test_more_requests_than_may_be_open_are_refused_before_the_engine_hears_of_them(tmp_path: Path):
+    async def test(client: EngineClient, peer: Peer) -> None:
+        client.max_open = 2
+        held = [asyncio.ensure_future(anext(client.generate(asked(name)))) for name in "ab"]
+        assert {(await peer.hear()).request.id for _ in held} == {"a", "b"}
+        with pytest.raises(RequestError, match="2 requests are open") as caught:
+            await anext(client.generate(asked("c")))
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        await peer.say(Events([Event(request_id="a", done=True)]))
+        await held[0]
+        late = asyncio.ensure_future(anext(client.generate(asked("d"))))
+        assert await peer.hear() == Add(asked("d"))
+        for task in (held[1], late):
+            task.cancel()
+
+    joined(tmp_path, test)
+
+
+def test_silence_is_the_time_since_work_came_or_a_step_was_finished(tmp_path: Path):
+    async def test(client: EngineClient, peer: Peer) -> None:
+        await asyncio.sleep(0.2)
+        assert client.silent_seconds == 0.0
+        stream = client.generate(asked("a"))
+        first = asyncio.ensure_future(anext(stream))
+        await peer.hear()
+        assert client.silent_seconds < 0.15  # the idle time before does not count
+        await asyncio.sleep(0.3)
+        assert 0.3 <= client.silent_seconds < 1
+        for news in (Beat(), Events([Event(request_id="a", token_ids=[1])])):
+            heard_at = client.progress_at
+            await peer.say(news)
+            while client.progress_at == heard_at:
+                await asyncio.sleep(0.01)
+            assert client.silent_seconds < 0.15
+            await asyncio.sleep(0.2)
+            assert client.silent_seconds >= 0.2
+        await peer.say(Counters(7, {}))
+        await asyncio.sleep(0.1)
+        assert client.silent_seconds >= 0.3  # an answer is no step
+        await first
+        await stream.aclose()
+        assert client.silent_seconds == 0.0
+
+    joined(tmp_path, test)
+
+
+def test_news_that_come_while_orders_are_sent_are_all_read(tmp_path: Path):
+    """The socket's descriptor signals once for many messages, and sending can use the signal up."""
+
+    async def test(client: EngineClient, peer: Peer) -> None:
+        async def whole(name: str) -> int:
+            return sum([len(event.token_ids) async for event in client.generate(asked(name))])
+
+        async def play() -> None:
+            for _ in range(200):
+                order = await peer.hear()
+                assert isinstance(order, Add)
+                for step in range(5):
+                    await peer.say(Events([Event(request_id=order.request.id, token_ids=[step], done=step == 4)]))
+
+        player = asyncio.create_task(play())
+        assert await asyncio.gather(*(whole(str(number)) for number in range(200))) == [5] * 200
+        await player
+
+    joined(tmp_path, test)
+
+
+def test_an_error_reaches_a_stream_after_the_events_before_it(tmp_path: Path):
+    async def test(client: EngineClient, peer: Peer) -> None:
+        stream = client.generate(asked("a"))
+        first = asyncio.ensure_future(anext(stream))
+        await peer.hear()
+        await peer.say(Events([Event(request_id="a", token_ids=[1])]))
+        await peer.say(Events([Event(request_id="a", token_ids=[2])]))
+        assert (await first).token_ids == [1]
+        await asyncio.sleep(0.1)
+        client.fail("the engine process ended by signal 9")
+        assert (await anext(stream)).token_ids == [2]
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
 
     joined(tmp_path, test)

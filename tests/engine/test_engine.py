@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,15 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineSettings
+from engine.config import SWITCHES, EngineSettings
+from engine.detokenize import TokenBytes
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.model.chat import load_tokenizer
 from engine.model.omni import OmniModel, load_model
 from engine.model.positions import audio_tokens
+from engine.phases import PHASES
 from engine.request import Clip, Event, Request, Sampling, Speech
+from engine.step import Component, Step
 from tests.naive import NaiveResult, generate
 
 FRAME_COUNTS = (30, 100, 145, 230)
+
+
+@pytest.fixture(scope="module")
+def token_bytes(tiny_checkpoint: Path) -> Callable[[int], bytes]:
+    return TokenBytes(load_tokenizer(tiny_checkpoint)).of
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +54,26 @@ def prompt(model: OmniModel, rng: random.Random, clips: list[Clip], words: int) 
     ]
 
 
-def mixed_request(model: OmniModel, rng: random.Random, index: int) -> Request:
-    """Text or speech out, with 0 to 2 clips, greedy or sampled, with or without penalty, short or long."""
-    clips = [clip(rng) for _ in range(rng.choice((0, 0, 1, 2)))]
-    hot = rng.random() < 0.4
-    sampling = Sampling(
-        temperature=0.9 if hot else 0.0,
+def sampling_of_any_kind(rng: random.Random, index: int) -> Sampling:
+    """Greedy or drawn, with each kind of narrowing and of adjustment, alone and together."""
+    hot = rng.random() < 0.5
+    adjusted = rng.random() < 0.5
+    return Sampling(
+        temperature=rng.choice((0.7, 1.0, 1.3)) if hot else 0.0,
         top_k=rng.choice((0, 20)) if hot else 0,
         top_p=rng.choice((1.0, 0.9)) if hot else 1.0,
-        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-        seed=rng.randrange(2**40),
+        min_p=rng.choice((0.0, 0.05)) if hot else 0.0,
+        repetition_penalty=rng.choice((1.0, 1.2)) if adjusted else 1.0,
+        frequency_penalty=rng.choice((0.0, 0.6)) if adjusted else 0.0,
+        presence_penalty=rng.choice((0.0, -0.4)) if adjusted else 0.0,
+        logit_bias={rng.randrange(300): rng.choice((-100.0, 2.5)) for _ in range(3)} if rng.random() < 0.3 else {},
+        seed=rng.randrange(2**40) + index,
     )
+
+
+def mixed_request(model: OmniModel, rng: random.Random, index: int) -> Request:
+    """Text or speech out, 0 to 2 clips, any sampling, short or long prompts, ends by id, by string, by limit."""
+    clips = [clip(rng) for _ in range(rng.choice((0, 0, 1, 2)))]
     speech = None
     if rng.random() < 0.35:
         warm = rng.random() < 0.5
@@ -65,20 +84,23 @@ def mixed_request(model: OmniModel, rng: random.Random, index: int) -> Request:
             ignore_eos=rng.random() < 0.5,
             codes=True,
         )
+    ends = speech is None and rng.random() < 0.5
     return Request(
         id=f"r{index}",
-        prompt_ids=prompt(model, rng, clips, rng.randrange(1, 40)),
+        prompt_ids=prompt(model, rng, clips, rng.choice((3, 20, 40, 90))),
         max_tokens=rng.randrange(1, 24),
-        sampling=sampling,
+        sampling=sampling_of_any_kind(rng, index),
         clips=clips,
         speech=speech,
         ignore_eos=rng.random() < 0.5,
-        logprobs=2 if rng.random() < 0.3 else None,
+        stop=rng.sample(list("abcdefghijklmnopqrstuvwxyz"), 3) if ends else [],
+        stop_ids=rng.sample(range(300), 8) if ends else [],
+        logprobs=rng.choice((None, None, 0, 2, 5)),
         trace=rng.random() < 0.3,
     )
 
 
-def naive(model: OmniModel, request: Request) -> NaiveResult:
+def naive(model: OmniModel, request: Request, token_bytes: Callable[[int], bytes] | None = None) -> NaiveResult:
     mels = [torch.frombuffer(bytearray(one.mel), dtype=torch.float32).view(128, one.frames) for one in request.clips]
     return generate(
         model,
@@ -88,6 +110,9 @@ def naive(model: OmniModel, request: Request) -> NaiveResult:
         sampling=request.sampling,
         speech=request.speech,
         ignore_eos=request.ignore_eos,
+        stop=request.stop,
+        stop_ids=request.stop_ids,
+        token_bytes=token_bytes,
     )
 
 
@@ -161,61 +186,143 @@ def assert_equals_naive(request: Request, got: Collected, want: NaiveResult) -> 
 
 
 @pytest.fixture(scope="module")
-def mixed(model: OmniModel) -> list[tuple[Request, NaiveResult]]:
+def mixed(model: OmniModel, token_bytes: Callable[[int], bytes]) -> list[tuple[Request, NaiveResult]]:
     rng = random.Random(11)
     requests = [mixed_request(model, rng, index) for index in range(64)]
-    return [(request, naive(model, request)) for request in requests]
+    return [(request, naive(model, request, token_bytes)) for request in requests]
 
 
-def test_64_mixed_requests_at_random_times_equal_the_naive_loop_and_everything_comes_back(
-    model: OmniModel, mixed: list[tuple[Request, NaiveResult]]
+# What each switch's counters show when it is on, and when it is off: (counter, whether it moves).
+PATHS = {
+    "text_walk": {"walk_thinker_text_decode_rows_total": (True, False)},
+    "device_loopback": {"loopback_rows_device_total": (True, False), "loopback_rows_host_total": (False, True)},
+    "vectorised_stop": {"stop_checks_vectorised_total": (True, False), "stop_checks_by_row_total": (False, True)},
+    "stateful_code2wav": {
+        "code2wav_chunks_stateful_total": (True, False),
+        "code2wav_chunks_recomputed_total": (False, True),
+    },
+    "launch_ahead": {
+        "thinker_steps_launched_ahead_total": (True, False),
+        "talker_steps_launched_ahead_total": (True, False),
+    },
+    "mixed_steps": {"prompts_beside_decode": (True, False)},
+    "plan_cache": {"thinker_plan_cache_hits_total": (True, False), "talker_plan_cache_hits_total": (True, False)},
+    "chunked_prefill": {"prompts_cut": (True, False)},
+    "batching": {"steps_shared": (True, False)},
+}
+
+
+def paths(engine: Engine, steps: list[Step]) -> dict[str, bool]:
+    """Which counters moved, and what the Thinker's steps show of those that no counter tells."""
+    prompts = {row.request_id: 0 for step in steps for row in step.rows if row.walk == "thinker_prefill"}
+    for step in steps:
+        for row in step.rows:
+            if row.walk == "thinker_prefill":
+                prompts[row.request_id] += 1
+    walks = [{row.walk for row in step.rows} for step in steps]
+    return {name: value > 0 for name, value in engine.counters().items()} | {
+        "prompts_beside_decode": any(len(one) > 1 and "thinker_prefill" in one for one in walks),
+        "prompts_cut": any(count > 1 for count in prompts.values()),
+        "steps_shared": any(len(step.rows) > 1 for step in steps),
+    }
+
+
+@pytest.mark.parametrize("off", ["nothing", *SWITCHES, "everything"])
+def test_64_mixed_requests_at_random_times_equal_the_naive_loop_with_each_switch_off(
+    model: OmniModel,
+    mixed: list[tuple[Request, NaiveResult]],
+    token_bytes: Callable[[int], bytes],
+    off: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(model, EngineSettings(max_batch=16))
+    disabled = {"nothing": frozenset(), "everything": frozenset(SWITCHES)}.get(off, frozenset({off}))
+    engine = Engine(model, EngineSettings(max_batch=16, prefill_chunk=32, disabled=disabled), token_bytes)
+    lane = next(lane for lane in engine.loop.lanes if lane.component == Component.THINKER)
+    steps: list[Step] = []
+    launch = lane.launch
+    monkeypatch.setattr(lane, "launch", lambda step: (steps.append(step), launch(step)))
     collected = run(engine, [request for request, _ in mixed], random.Random(5))
     for request, want in mixed:
         assert_equals_naive(request, collected[request.id], want)
+        assert shown(collected[request.id], token_bytes) == want.text, request.id
     assert everything_is_back(engine)
-    counters = engine.counters()
-    assert counters["requests_done_total"] == 64
-    # The steps were really shared: far fewer of them than rows.
-    assert counters["thinker_steps_total"] < 0.7 * counters["thinker_rows_total"]
+    found = paths(engine, steps)
+    for switch, counters in PATHS.items():
+        assert engine.info()["switches"][switch] == (switch not in disabled)
+        if switch == "launch_ahead" and "device_loopback" in disabled:
+            continue  # a Thinker whose tokens come from the host can't run ahead of it
+        if off in ("everything", "batching") and switch == "mixed_steps":
+            continue  # a step of one row mixes nothing
+        for name, (on, when_off) in counters.items():
+            assert found[name] == (when_off if switch in disabled else on), (switch, name)
+    if "launch_ahead" in disabled:
+        assert not found["thinker_rows_overrun_total"]
+    elif not disabled:
+        assert found["thinker_rows_overrun_total"]  # rows that ran once too often were there, and dropped
+    assert set(PATHS) == set(SWITCHES)
 
 
-@pytest.mark.parametrize("switch", ["text_walk", "device_loopback", "vectorised_stop", "batching", "stateful_code2wav"])
-def test_each_switch_off_gives_the_same_tokens_and_the_counter_shows_the_other_path(
-    model: OmniModel, mixed: list[tuple[Request, NaiveResult]], switch: str
+def shown(got: Collected, token_bytes: Callable[[int], bytes]) -> bytes:
+    """The bytes of a request's text that its events let be shown; what was let through before is never taken back."""
+    text, cut = b"", None
+    for event in got.events:
+        text += b"".join(map(token_bytes, event.token_ids))
+        assert event.shown_bytes is None or event.shown_bytes >= (cut or 0)
+        cut = event.shown_bytes if event.shown_bytes is not None else cut
+    return text[:cut]
+
+
+def test_the_plan_cache_hits_whenever_the_rows_are_those_of_the_walk_s_last_step(
+    model: OmniModel, mixed: list[tuple[Request, NaiveResult]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = mixed[:20]
-    engine = Engine(model, EngineSettings(disabled=frozenset({switch})))
-    collected = run(engine, [request for request, _ in some], random.Random(7))
-    for request, want in some:
-        assert_equals_naive(request, collected[request.id], want)
-    counters = engine.counters()
-    assert engine.info()["switches"][switch] is False
-    assert {
-        "text_walk": counters["walk_thinker_text_decode_rows_total"] == 0 < counters["walk_thinker_decode_rows_total"],
-        "device_loopback": counters["loopback_rows_device_total"] == 0 < counters["loopback_rows_host_total"],
-        "vectorised_stop": counters["stop_checks_by_row_total"] > 0 == counters["stop_checks_vectorised_total"],
-        "batching": counters["thinker_steps_total"] == counters["thinker_rows_total"],
-        "stateful_code2wav": counters["code2wav_chunks_stateful_total"]
-        == 0
-        < counters["code2wav_chunks_recomputed_total"],
-    }[switch]
+    engine = Engine(model, EngineSettings(max_batch=16, prefill_chunk=32))
+    lanes = [lane for lane in engine.loop.lanes if lane.component in engine.plans]
+    steps: dict[Component, list[Step]] = {lane.component: [] for lane in lanes}
+    for lane in lanes:
+        launch = lane.launch
+        monkeypatch.setattr(
+            lane, "launch", lambda step, launch=launch: (steps[step.component].append(step), launch(step))
+        )
+    run(engine, [msgspec.structs.replace(request, stop=[]) for request, _ in mixed])
+    repeated = 0
+    for component, plans in engine.plans.items():
+        decode = {walk.name for walk in engine.table.of(component) if walk.decode}
+        last: dict[frozenset[str], list[int]] = {}
+        same = 0
+        for step in steps[component]:
+            walks = frozenset(row.walk for row in step.rows)
+            if walks <= decode:
+                generations = [row.generation for row in step.rows]
+                same += last.get(walks) == generations
+                last[walks] = generations
+        repeated += same
+        assert plans.counters["hits"] >= 0.95 * same
+    assert repeated > 40
 
 
-def test_all_switches_on_take_the_fast_paths(model: OmniModel, mixed: list[tuple[Request, NaiveResult]]) -> None:
-    engine = Engine(model, EngineSettings())
-    run(engine, [request for request, _ in mixed[:20]])
-    counters = engine.counters()
-    assert counters["walk_thinker_text_decode_rows_total"] > 0 < counters["walk_thinker_decode_rows_total"]
-    assert counters["loopback_rows_device_total"] > 0 == counters["loopback_rows_host_total"]
-    assert counters["stop_checks_vectorised_total"] > 0 == counters["stop_checks_by_row_total"]
-    assert counters["code2wav_chunks_stateful_total"] > 0 == counters["code2wav_chunks_recomputed_total"]
+def test_a_long_prompt_delays_decoding_rows_by_one_chunk_a_step_at_the_most(model: OmniModel) -> None:
+    """In positions, which is what time goes by: between two tokens of a decoding row lies one step, of one chunk."""
+    chunk = 64
+    engine = Engine(model, EngineSettings(prefill_chunk=chunk, max_model_len=2100))
+    rng = random.Random(8)
+    for index in range(8):
+        request = Request(id=f"d{index}", prompt_ids=prompt(model, rng, [], 5), max_tokens=60, ignore_eos=True)
+        engine.add(request)
+    drain(engine, {}, turns=4)
+    engine.add(Request(id="long", prompt_ids=prompt(model, rng, [], 2000), max_tokens=2, ignore_eos=True))
+    turns = 0
+    while engine.loop.waiting or engine.scheduler.tracks[Component.THINKER]["long"].generated == 0:
+        told = {event.request_id for event in engine.step()}
+        assert told >= {f"d{index}" for index in range(8)}  # every decoding row gets a token in every turn
+        turns += 1
+    assert turns >= 2000 // chunk
 
 
-def test_64_requests_cancelled_at_random_moments_give_back_all_pages_and_slots(model: OmniModel) -> None:
+def test_64_requests_cancelled_at_random_moments_give_back_all_pages_and_slots(
+    model: OmniModel, token_bytes: Callable[[int], bytes]
+) -> None:
     rng = random.Random(3)
-    engine = Engine(model, EngineSettings(max_batch=8))
+    engine = Engine(model, EngineSettings(max_batch=8), token_bytes)
     collected: dict[str, Collected] = {}
     for index in range(64):
         request = mixed_request(model, rng, index)
@@ -229,8 +336,10 @@ def test_64_requests_cancelled_at_random_moments_give_back_all_pages_and_slots(m
     assert counters["requests_cancelled_total"] > 30
 
 
-def test_a_cancelled_neighbour_moves_no_token(model: OmniModel, mixed: list[tuple[Request, NaiveResult]]) -> None:
-    engine = Engine(model, EngineSettings(max_batch=6))
+def test_a_cancelled_neighbour_moves_no_token(
+    model: OmniModel, mixed: list[tuple[Request, NaiveResult]], token_bytes: Callable[[int], bytes]
+) -> None:
+    engine = Engine(model, EngineSettings(max_batch=6), token_bytes)
     collected: dict[str, Collected] = {}
     for index, (request, _) in enumerate(mixed[:16]):
         engine.add(request)
@@ -350,3 +459,17 @@ def test_two_open_requests_may_not_share_an_id(model: OmniModel) -> None:
     engine.add(request)
     with pytest.raises(RequestError, match="'same' is open"):
         engine.add(request)
+
+
+def test_phase_timing_adds_up_to_the_time_of_the_turns(model: OmniModel) -> None:
+    engine = Engine(model, EngineSettings(phase_timing=True))
+    request = Request(id="a", prompt_ids=prompt(model, random.Random(4), [], 9), max_tokens=20, ignore_eos=True)
+    began = time.perf_counter()
+    run(engine, [request])
+    passed = time.perf_counter() - began
+    counters = engine.counters()
+    by_phase = {name: counters[f"phase_{name}_wall_seconds_total"] for name in PHASES}
+    assert all(seconds > 0 for seconds in by_phase.values())
+    assert 0.8 * passed < sum(by_phase.values()) <= passed
+    assert max(by_phase, key=lambda name: by_phase[name]) == "launch"  # a CPU computes while it launches
+    assert not any(name.startswith("phase_") for name in Engine(model, EngineSettings()).counters())

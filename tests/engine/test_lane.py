@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def test_a_step_is_launched_once_and_finished_with_what_each_row_made() -> None:
         ("b", "thinker_text_decode", [20], None),
     ]
     assert runner.launches == [["a", "b"]]
-    assert lane.counters == {"steps": 1, "rows": 2, "steps_split_after_error": 0}
+    assert (lane.counters["steps"], lane.counters["rows"], lane.counters["steps_split_after_error"]) == (1, 2, 0)
 
 
 def test_a_row_that_fails_in_a_step_fails_alone_and_the_others_make_their_tokens() -> None:
@@ -67,7 +68,7 @@ def test_a_row_that_fails_in_a_step_fails_alone_and_the_others_make_their_tokens
     }
     assert len(made) == 3
     assert runner.launches == [["a", "b", "c"], ["a"], ["b"], ["c"]]
-    assert lane.counters == {"steps": 1, "rows": 3, "steps_split_after_error": 1}
+    assert (lane.counters["steps"], lane.counters["rows"], lane.counters["steps_split_after_error"]) == (1, 3, 1)
 
 
 def test_a_row_that_fails_alone_is_not_run_again() -> None:
@@ -179,3 +180,24 @@ def test_speech_whose_step_was_run_again_is_the_same_speech(
     smooth = spoken(model, fails_once=False, monkeypatch=monkeypatch)
     assert [len(codes) for codes in smooth.values()] == [6, 6]
     assert spoken(model, fails_once=True, monkeypatch=monkeypatch) == smooth
+
+
+def test_what_can_not_be_read_fails_its_own_rows_only() -> None:
+    runner = a_runner("a", "b")
+    runner.texts["a"] = []  # reading past its end raises
+    lane = Lane(runner, depth=2)
+    lane.launch(a_step(0, "a"))
+    lane.launch(a_step(1, "b"))
+    assert [(one.request_id, one.error) for one in lane.finish()[1]] == [("a", "IndexError: list index out of range")]
+    assert [(one.request_id, one.token_ids) for one in lane.finish()[1]] == [("b", [20])]
+
+
+def test_steps_launched_ahead_and_steps_of_several_walks_are_counted() -> None:
+    runner = a_runner("a", "b")
+    lane = Lane(runner, depth=2)
+    lane.launch(a_step(0, "a"))
+    second = a_step(1, "b", "a")
+    walks = ("thinker_decode", "thinker_text_decode")
+    rows = tuple(msgspec.structs.replace(row, walk=walk) for row, walk in zip(second.rows, walks, strict=True))
+    lane.launch(msgspec.structs.replace(second, rows=rows))
+    assert (lane.counters["steps"], lane.counters["steps_launched_ahead"], lane.counters["steps_mixed"]) == (2, 1, 1)

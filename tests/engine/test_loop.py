@@ -326,23 +326,66 @@ def test_a_cancelled_request_is_launched_no_more_while_it_waits_for_its_step_in_
     assert (engine.held, engine.loop.admitted) == ((0, 0, 0), {})
 
 
-def test_with_two_steps_in_flight_a_cancelled_request_waits_for_its_own_only() -> None:
-    engine = ScriptedEngine({"a": [1] * 20, "b": [2, 2, 2, END]}, max_rows=1, depth=2)
+def test_with_two_steps_in_flight_a_cancelled_request_waits_for_its_own_and_says_no_more() -> None:
+    engine = ScriptedEngine({"a": [1] * 20, "b": [2, 2, 2, END]}, depth=2)
     engine.add("a")
     engine.add("b")
-    engine.loop.turn()  # a's step is finished, b's is still in flight
+    engine.loop.turn()  # the prompts are read, the first decode step is still in flight
     assert engine.scheduler.tracks[Component.THINKER]["b"].in_flight == 1
     engine.loop.cancel("b")
     engine.loop.cancel("b")
     assert engine.loop.counters["requests_cancelled"] == 1
     assert (engine.held, set(engine.thinker.live)) == ((2, 12, 0), {"a", "b"})
     events = engine.loop.turn()
-    assert events == []  # b's token is dropped
+    assert [(event.request_id, event.token_ids) for event in events] == [("a", [1])]  # b's token is dropped
     assert (engine.held, set(engine.thinker.live)) == ((1, 6, 0), {"a"})
     engine.loop.cancel("a")
     while engine.loop.admitted:
         assert engine.loop.turn() == []
     assert engine.held == (0, 0, 0)
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
+    engine = ScriptedEngine({"a": [1, 2, 3, END]}, depth=2)
+    engine.add("a")
+    events = engine.loop.turn()
+    assert [event.token_ids for event in events] == [[1]]
+    assert engine.thinker.launches == [["a"], ["a"]]
+    assert engine.lanes[1].counters["steps_launched_ahead"] == 1
+
+
+def test_a_row_launched_after_its_track_had_ended_makes_nothing() -> None:
+    engine = ScriptedEngine({"a": [1, END], "b": [2, 2, 2]}, depth=2)
+    engine.add("a")
+    engine.add("b", max_tokens=3)
+    whole = merged(engine.run())
+    assert (whole["a"].token_ids, whole["b"].token_ids) == ([1, END], [2, 2, 2])
+    # a ran once too often, since its end was read one step late; b did not, since its limit was known.
+    assert engine.thinker.launches == [["a", "b"], ["a", "b"], ["a", "b"]]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_whatever_rides_along_or_runs_ahead_each_request_gets_the_same(chunked: bool, mixed: bool, depth: int) -> None:
+    texts = {"a": [1] * 6 + [END], "b": [2, 3, 4, 5, END], "c": [7] * 20, "d": [8, END], "e": [6] * 9}
+    plain = ScriptedEngine(texts, {"b": 7, "c": 30}, slots=3)
+    other = ScriptedEngine(
+        texts, {"b": 7, "c": 30}, slots=3, depth=depth, chunked=chunked, mixed=mixed, prefill_positions=5
+    )
+    answers = []
+    for engine in (plain, other):
+        engine.add("a", prompt=23)
+        engine.add("b", max_frames=20, prompt=2)
+        engine.add("c", max_frames=9, clips=1)
+        engine.add("d", prompt=11)
+        engine.add("e", max_tokens=9, ignore_eos=True)
+        answers.append(merged(engine.run()))
+    assert answers[0] == answers[1]
+    # A row that ran once too often asked for one text more.
+    assert {name: engine.talker.spoken[name][: len(told)] for name, told in plain.talker.spoken.items()} == (
+        plain.talker.spoken
+    )
 
 
 def test_a_place_given_back_is_taken_by_the_next_in_line_with_a_generation_of_its_own() -> None:

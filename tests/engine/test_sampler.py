@@ -1,11 +1,16 @@
 """Choosing tokens: the random numbers, the processors against transformers' own, and what company must not change."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -14,31 +19,52 @@ from transformers.generation.logits_process import (
 
 from engine.request import Sampling
 from engine.sampler import (
+    ADJUSTED,
+    CLASSES,
     GREEDY,
-    PENALISED,
     SAMPLED,
+    SAMPLED_ADJUSTED,
     TALKER_STREAM,
     THINKER_STREAM,
+    Sampler,
     SamplingRows,
-    choose,
     draw,
+    keep_min_p,
     keep_top_k,
     keep_top_p,
+    narrow,
     penalise,
+    penalise_generated,
     philox,
-    sampling_class,
-    sampling_rows,
-    top_two,
+    step_logprobs,
     uniforms,
 )
+from tests.naive import Past, choose_one
 
 CPU = torch.device("cpu")
 INF = float("inf")
 
 
-def one_row(wish: Sampling, step: int) -> SamplingRows:
-    """The sampling tensors of a step with one row."""
-    return sampling_rows([wish], [step], codebooks=1, stream=THINKER_STREAM, device=CPU)
+def opened(
+    wishes: Sequence[Sampling], vocab: int, prompts: Sequence[Sequence[int]] = (), *, codebooks: int = 1
+) -> Sampler:
+    """A sampler whose slot n holds a request that asks for `wishes[n]`, with the prompt `prompts[n]` if there is one."""
+    made = Sampler(len(wishes), vocab, stream=THINKER_STREAM, codebooks=codebooks, device=CPU)
+    for slot, wish in enumerate(wishes):
+        made.open(slot, wish, torch.tensor(prompts[slot]) if prompts else None)
+    return made
+
+
+def rows_of(wishes: Sequence[Sampling], steps: Sequence[int]) -> SamplingRows:
+    """The rows of one step, row n in slot n."""
+    return opened(wishes, 8).rows(wishes, torch.arange(len(wishes)), steps)
+
+
+def chosen(wishes: Sequence[Sampling], logits: Tensor, steps: Sequence[int], seen: Tensor | None = None) -> list[int]:
+    """The tokens of one step: row n is in slot n, whose prompt holds the ids of `seen[n]` [V] bool."""
+    prompts = [] if seen is None else [row.nonzero()[:, 0].tolist() for row in seen]
+    sampler = opened(wishes, logits.shape[1], prompts)
+    return sampler.choose(logits, sampler.rows(wishes, torch.arange(len(wishes)), steps)).tolist()
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0, *, ties: bool = False) -> Tensor:
@@ -206,18 +232,135 @@ def test_top_p_of_known_probabilities_keeps_the_least_set_that_covers_it() -> No
     ]
 
 
-def test_temperature_penalty_and_filters_run_in_transformers_order() -> None:
-    """Each draw lands where its number falls in the running sum of what transformers' chain leaves."""
-    logits, ids = random_logits(1, 40, seed=5), torch.tensor([[3, 9, 9, 21, 30]])
-    seen = torch.zeros(1, 40, dtype=torch.bool).scatter(1, ids, True)
-    scores = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits)
-    scores = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(8)(None, TemperatureLogitsWarper(0.7)(None, scores)))
-    wish = Sampling(temperature=0.7, top_k=8, top_p=0.9, repetition_penalty=1.3, seed=11)
-    drawn = torch.cat([choose(logits, one_row(wish, step), seen) for step in range(300)])
+@pytest.mark.parametrize("min_p", [0.01, 0.2, 0.9])
+def test_min_p_equals_transformers(min_p: float) -> None:
+    logits = random_logits(16, 50)
+    ours = keep_min_p(logits, torch.full((16,), min_p).log())
+    assert torch.equal(ours, MinPLogitsWarper(min_p)(None, logits))
+    assert 0 < (ours == -INF).sum() < ours.numel()
+
+
+def test_min_p_keeps_all_that_tie_with_the_likeliest_and_zero_is_off() -> None:
+    logits = torch.tensor([[3.0, 1.0, 3.0, -INF], [3.0, -90.0, -INF, 0.0]])
+    made = narrow(logits, rows_of([Sampling(temperature=1.0, min_p=1.0), Sampling(temperature=1.0)], [0, 0]))
+    assert made.tolist() == [[3.0, -INF, 3.0, -INF], [3.0, -90.0, -INF, 0.0]]
+
+
+def test_min_p_comes_before_top_p_which_then_covers_less() -> None:
+    """Of 0.5, 0.3 and 0.2 min-p drops the last; 0.6 of the rest is the first alone, 0.6 of all would be two."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    both = narrow(logits, rows_of([Sampling(temperature=1.0, min_p=0.5, top_p=0.6)], [0]))
+    without = narrow(logits, rows_of([Sampling(temperature=1.0, top_p=0.6)], [0]))
+    assert (both > -INF).tolist() == [[True, False, False]]
+    assert (without > -INF).tolist() == [[True, True, False]]
+
+
+def test_frequency_and_presence_are_subtracted_by_count_and_by_occurrence() -> None:
+    logits = torch.tensor([[1.0, -1.0, 2.0, -INF], [1.0, -1.0, 2.0, 0.5]])
+    counts = torch.tensor([[0, 1, 3, 2], [5, 0, 1, 0]], dtype=torch.int32)
+    made = penalise_generated(logits, counts, torch.tensor([0.5, 0.0]), torch.tensor([0.25, -1.0]))
+    assert made.tolist() == [[1.0, -1.75, 0.25, -INF], [2.0, -1.0, 3.0, 0.5]]
+    assert penalise_generated(logits, counts, None, torch.tensor([1.0, 0.0]))[0].tolist() == [1.0, -2.0, 1.0, -INF]
+    assert penalise_generated(logits, counts, torch.tensor([1.0, 0.0]), None)[0].tolist() == [1.0, -2.0, -1.0, -INF]
+
+
+def test_everything_runs_in_the_order_that_is_written_down() -> None:
+    """Each draw lands where its number falls in the running sum of what transformers' chain and the formulas leave."""
+    wish = Sampling(
+        temperature=0.7,
+        top_k=8,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=-0.3,
+        logit_bias={2: 1.5, 9: -2.0},
+        seed=11,
+    )
+    logits, prompt, made = random_logits(1, 40, seed=5) / 3, [3, 9, 9, 21, 30], [7, 7, 9]
+    logits[0, [2, 7, 9]] = torch.tensor([0.5, 3.0, 5.0])
+    scores = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + made]), logits).clone()
+    scores[0, 7] -= 2 * 0.4 - 0.3
+    scores[0, 9] -= 0.4 - 0.3 + 2.0
+    scores[0, 2] += 1.5
+    kept = [scores := TemperatureLogitsWarper(0.7)(None, scores)]
+    kept += [
+        scores := warper(None, scores) for warper in (MinPLogitsWarper(0.1), TopKLogitsWarper(8), TopPLogitsWarper(0.9))
+    ]
+    sizes = [int((one > -INF).sum()) for one in kept]
+    assert sizes == sorted(set(sizes), reverse=True)  # each of them drops something
+    sampler, slots = opened([wish], 40, [prompt]), torch.tensor([0])
+    for step, token in enumerate(made):
+        sampler.note(sampler.rows([wish], slots, [step]), torch.tensor([token]))
+    drawn = torch.cat([sampler.choose(logits, sampler.rows([wish], slots, [step])) for step in range(300)])
     numbers = torch.from_numpy(uniforms([11] * 300, list(range(300)), 1, THINKER_STREAM)[:, 0])
     edges = scores.softmax(-1)[0].double().cumsum(-1)
     assert torch.equal(drawn, torch.searchsorted(edges, numbers * edges[-1]))
-    assert 1 < len(set(drawn.tolist())) <= 8
+    assert {2, 7, 9} < set(drawn.tolist())
+
+
+# --- What a slot remembers ---
+
+
+def greedy_run(sampler: Sampler, wish: Sampling, slot: int, logits: Tensor, steps: int) -> list[int]:
+    """The tokens that `logits` [1, V], the same at each step, give one after the other."""
+    made = []
+    for step in range(steps):
+        rows = sampler.rows([wish], torch.tensor([slot]), [step])
+        token = sampler.choose(logits, rows)
+        sampler.note(rows, token)
+        made += token.tolist()
+    return made
+
+
+def test_the_prompt_counts_for_repetition_but_not_for_frequency_nor_presence() -> None:
+    logits = torch.tensor([[3.0, 2.9, 0.0]])
+    assert chosen([Sampling(repetition_penalty=1.2)], logits, [0], torch.tensor([[True, False, False]])) == [1]
+    wish = Sampling(frequency_penalty=2.0, presence_penalty=2.0)
+    assert chosen([wish], logits, [0], torch.tensor([[True, False, False]])) == [0]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Sampling(), [0, 0, 0, 0, 0]),
+        (Sampling(frequency_penalty=0.3), [0, 1, 0, 1, 2]),  # 3.0 2.8 2.5 sink by 0.3 each time
+        (Sampling(presence_penalty=0.3), [0, 1, 0, 0, 0]),  # … and once only
+        (Sampling(presence_penalty=1.0), [0, 1, 2, 0, 0]),
+        (Sampling(frequency_penalty=-1.0), [0, 0, 0, 0, 0]),
+        (Sampling(repetition_penalty=1.5), [0, 1, 2, 0, 0]),
+        (Sampling(logit_bias={2: 0.4}), [0, 0, 0, 0, 0]),
+        (Sampling(logit_bias={2: 0.4}, presence_penalty=0.3), [0, 2, 1, 0, 0]),
+        (Sampling(logit_bias={0: -100.0, 1: -100.0}), [2, 2, 2, 2, 2]),
+        (Sampling(logit_bias={3: 100.0}), [3, 3, 3, 3, 3]),
+    ],
+)
+def test_what_was_generated_weighs_on_what_comes_next(wish: Sampling, expected: list[int]) -> None:
+    assert greedy_run(opened([wish], 4), wish, 0, torch.tensor([[3.0, 2.8, 2.5, -5.0]]), 5) == expected
+
+
+EVERYTHING = Sampling(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, logit_bias={1: 5.0, 4: -5.0})
+
+
+def test_a_slot_forgets_its_last_request() -> None:
+    logits = random_logits(1, 30)
+    used = opened([EVERYTHING, EVERYTHING], 30, [list(range(20))] * 2)
+    greedy_run(used, EVERYTHING, 0, logits, 6)
+    for wish in (Sampling(repetition_penalty=1.2), Sampling(frequency_penalty=1.0), Sampling(logit_bias={5: 1.0})):
+        used.open(0, wish, torch.tensor([2, 3]))
+        # The neighbour's wishes make all states count for this row too.
+        rows = used.rows([wish, EVERYTHING], torch.tensor([0, 1]), [0, 0])
+        alone = chosen([wish], logits, [0], torch.arange(30)[None] // 2 == 1)
+        assert used.choose(logits.expand(2, 30), rows)[0].item() == alone[0]
+        assert greedy_run(used, wish, 0, logits, 6) == greedy_run(opened([wish], 30, [[2, 3]]), wish, 0, logits, 6)
+
+
+def test_only_what_is_asked_for_takes_memory() -> None:
+    sampler = opened([Sampling(), Sampling(temperature=1.0)], 30)
+    assert (sampler._seen, sampler._counts, sampler._bias) == (None, None, None)
+    sampler.open(0, Sampling(logit_bias={1: 1.0}), None)
+    assert sampler._bias is not None and sampler._bias.shape == (2, 30)
+    assert (sampler._seen, sampler._counts) == (None, None)
 
 
 # --- Drawing ---
@@ -262,59 +405,73 @@ def test_the_chi_square_of_these_tests_notices_a_wrong_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.8), (0.9, 6, 0.7), (1.7, 5, 0.95)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.0, 4, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (0.9, 6, 0.7, 0.1),
+        (1.7, 5, 0.95, 0.4),
+    ],
 )
-def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float, top_k: int, top_p: float) -> None:
+def test_tokens_are_drawn_as_often_as_they_are_likely(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     draws = 20_000
     logits = random_logits(1, 12, seed=8) / 3
     scores = TemperatureLogitsWarper(temperature)(None, logits)
+    scores = MinPLogitsWarper(min_p)(None, scores) if min_p else scores
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
-    wish = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=42)
-    rows = sampling_rows([wish] * draws, list(range(draws)), codebooks=1, stream=THINKER_STREAM, device=CPU)
-    counts = choose(logits.expand(draws, 12), rows, None).bincount(minlength=12)
+    wish = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=42)
+    sampler = opened([wish], 12)
+    rows = sampler.rows([wish] * draws, torch.zeros(draws, dtype=torch.int64), range(draws))
+    counts = sampler.choose(logits.expand(draws, 12), rows).bincount(minlength=12)
     assert (counts > 0).sum() > 1
     assert chi_square(counts, scores.softmax(-1)[0]) > 0.001
 
 
 def test_the_codebooks_of_a_frame_are_drawn_independently() -> None:
-    logits = torch.zeros(2000, 4)
-    rows = sampling_rows(
-        [Sampling(temperature=1.0)] * 2000, list(range(2000)), codebooks=2, stream=TALKER_STREAM, device=CPU
-    )
-    first, second = choose(logits, rows, None, 0), choose(logits, rows, None, 1)
+    logits, wish = torch.zeros(2000, 4), Sampling(temperature=1.0)
+    sampler = opened([wish], 4, codebooks=2)
+    rows = sampler.rows([wish] * 2000, torch.zeros(2000, dtype=torch.int64), range(2000))
+    first, second = sampler.choose(logits, rows, 0), sampler.choose(logits, rows, 1)
     assert chi_square((first * 4 + second).bincount(minlength=16), torch.full((16,), 1 / 16)) > 0.001
 
 
 # --- Classes and company ---
+
+PENALTY = Sampling(repetition_penalty=1.4)
+BIAS = Sampling(logit_bias={3: 2.5})
+WARM = Sampling(temperature=0.2, seed=5)
+HOT = Sampling(temperature=1.3, top_k=7, top_p=0.9, repetition_penalty=1.2, seed=77)
 
 
 @pytest.mark.parametrize(
     ("wishes", "least"),
     [
         ([Sampling()], GREEDY),
-        ([Sampling(top_k=5, top_p=0.5, seed=9)], GREEDY),
-        ([Sampling(), Sampling(repetition_penalty=1.05)], PENALISED),
-        ([Sampling(), Sampling(temperature=0.1)], SAMPLED),
-        ([Sampling(repetition_penalty=1.05), Sampling(temperature=0.1)], SAMPLED),
+        ([Sampling(top_k=5, top_p=0.5, min_p=0.3, seed=9)], GREEDY),
+        ([Sampling(), PENALTY], ADJUSTED),
+        ([Sampling(), Sampling(frequency_penalty=-0.1)], ADJUSTED),
+        ([Sampling(), Sampling(presence_penalty=0.1)], ADJUSTED),
+        ([Sampling(), BIAS], ADJUSTED),
+        ([Sampling(), WARM], SAMPLED),
+        ([PENALTY, WARM], SAMPLED_ADJUSTED),
+        ([Sampling(), HOT], SAMPLED_ADJUSTED),
     ],
 )
-def test_a_step_takes_the_least_class_that_covers_its_rows(wishes: list[Sampling], least: str) -> None:
-    assert sampling_class(wishes) == least
-    assert sampling_rows(wishes, [0] * len(wishes), codebooks=1, stream=THINKER_STREAM, device=CPU).kind == least
+def test_a_step_takes_the_least_class_that_covers_its_rows_and_counts_it(wishes: list[Sampling], least: str) -> None:
+    sampler = opened(wishes, 10)
+    rows = sampler.rows(wishes, torch.arange(len(wishes)), [0] * len(wishes))
+    assert rows.kind == least
+    counted = {f"{least}_steps": 1, f"{least}_rows": len(wishes)}
+    assert sampler.counters == {f"{kind}_{what}": 0 for kind in CLASSES for what in ("steps", "rows")} | counted
 
 
-PENALTY = Sampling(repetition_penalty=1.4)
-HOT = Sampling(temperature=1.3, top_k=7, top_p=0.9, repetition_penalty=1.2, seed=77)
-
-
-def chosen(wishes: list[Sampling], logits: Tensor, seen: Tensor, steps: list[int]) -> list[int]:
-    rows = sampling_rows(wishes, steps, codebooks=1, stream=THINKER_STREAM, device=CPU)
-    return choose(logits, rows, seen if rows.kind != GREEDY else None).tolist()
-
-
-@pytest.mark.parametrize("company", [[], [PENALTY], [HOT], [HOT, PENALTY, Sampling(temperature=0.2)]])
+@pytest.mark.parametrize("company", [[], [PENALTY], [BIAS], [WARM], [HOT], [HOT, PENALTY, WARM, EVERYTHING]])
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_greedy_row_gets_the_largest_logit_in_every_class(company: list[Sampling], ties: bool) -> None:
     rows = 1 + len(company)
@@ -322,10 +479,10 @@ def test_a_greedy_row_gets_the_largest_logit_in_every_class(company: list[Sampli
         logits = random_logits(rows, 60, seed, ties=ties)
         seen = torch.ones(rows, 60, dtype=torch.bool)
         lowest_of_the_largest = logits[0].tolist().index(max(logits[0].tolist()))
-        assert chosen([Sampling(), *company], logits, seen, [seed] * rows)[0] == lowest_of_the_largest
+        assert chosen([Sampling(), *company], logits, [seed] * rows, seen)[0] == lowest_of_the_largest
 
 
-@pytest.mark.parametrize("company", [[], [Sampling()], [HOT], [Sampling(temperature=0.2)]])
+@pytest.mark.parametrize("company", [[], [Sampling()], [HOT], [WARM], [EVERYTHING]])
 def test_a_greedy_row_with_penalty_gets_the_same_token_in_every_class_that_covers_it(company: list[Sampling]) -> None:
     rows = 1 + len(company)
     moved = 0
@@ -333,88 +490,168 @@ def test_a_greedy_row_with_penalty_gets_the_same_token_in_every_class_that_cover
         logits = random_logits(rows, 30, seed)
         seen = random_logits(rows, 30, seed + 100) > 0
         expected = RepetitionPenaltyLogitsProcessor(1.4)(seen[:1].nonzero()[:, 1][None], logits[:1]).argmax(-1).item()
-        assert chosen([PENALTY, *company], logits, seen, [seed] * rows)[0] == expected
+        assert chosen([PENALTY, *company], logits, [seed] * rows, seen)[0] == expected
         moved += expected != logits[0].argmax().item()
     assert moved > 0  # the penalty changed at least one choice, so this test could fail
 
 
-def test_a_sampled_row_gets_the_same_token_alone_and_at_any_place_in_company() -> None:
-    others = [Sampling(), Sampling(temperature=0.4, seed=3), PENALTY, Sampling(temperature=2.0, top_p=0.3)]
-    logits, seen = random_logits(5, 64, seed=2), random_logits(5, 64, seed=9) > 0
-    for step in range(25):
-        alone = chosen([HOT], logits[:1], seen[:1], [step])[0]
-        for place in range(5):
-            order = [*range(1, place + 1), 0, *range(place + 1, 5)]
-            wishes = [*others[:place], HOT, *others[place:]]
-            steps = [1000 + other for other in range(5)]
-            steps[place] = step
-            assert chosen(wishes, logits[order], seen[order], steps)[place] == alone
+VOCAB = 67  # no multiple of a vector's width, so that a row's numbers lie at another place in it in company
+WISHES = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 5, 40]),
+    top_p=st.sampled_from([1.0, 1.0, 0.5, 0.95]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.7, 0.3]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -0.2, 1.1]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.3, 0.7, 4.0]), max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    wishes=st.lists(WISHES, min_size=1, max_size=6), order=st.randoms(use_true_random=False), number=st.integers(0, 99)
+)
+def test_a_row_gets_the_same_tokens_alone_and_at_any_place_in_company(wishes, order, number) -> None:
+    """Each request runs some steps alone, then all run together, each from another slot and another place a step."""
+    steps = 4
+    logits = torch.stack(
+        [random_logits(len(wishes), VOCAB, 1000 * number + step, ties=step == 2) for step in range(steps)]
+    )
+    prompts = [[place, 7, 7, 20 + place] for place in range(len(wishes))]
+    alone = []
+    for place, wish in enumerate(wishes):
+        sampler, tokens = opened([wish], VOCAB, [prompts[place]]), []
+        for step in range(steps):
+            rows = sampler.rows([wish], torch.tensor([0]), [step])
+            token = sampler.choose(logits[step, place : place + 1], rows)
+            sampler.note(rows, token)
+            tokens.append(int(token))
+        alone.append(tokens)
+    sampler, together = opened(wishes, VOCAB, prompts), [[0] * steps for _ in wishes]
+    for step in range(steps):
+        places = order.sample(range(len(wishes)), len(wishes))
+        rows = sampler.rows([wishes[place] for place in places], torch.tensor(places), [step] * len(places))
+        made = sampler.choose(logits[step, places], rows)
+        sampler.note(rows, made)
+        for place, token in zip(places, made.tolist(), strict=True):
+            together[place][step] = token
+    assert together == alone
+
+
+@settings(max_examples=200, deadline=None)
+@given(wish=WISHES, number=st.integers(0, 999))
+def test_a_row_gets_what_the_naive_loop_chooses(wish: Sampling, number: int) -> None:
+    prompt, made = [1, 2, 3, 2], []
+    sampler, slots = opened([wish], VOCAB, [prompt]), torch.tensor([0])
+    for step in range(5):
+        logits = random_logits(1, VOCAB, number * 10 + step, ties=step == 3)
+        rows = sampler.rows([wish], slots, [step])
+        token = sampler.choose(logits, rows)
+        uniform = float(uniforms([wish.seed], [step], 1, THINKER_STREAM)[0, 0])
+        assert token.item() == choose_one(logits[0], wish, Past(prompt, made), uniform).item()
+        sampler.note(rows, token)
+        made.append(int(token))
+
+
+def test_the_code_predictor_draws_by_its_own_wishes_where_the_talker_draws_and_adjusts_nothing() -> None:
+    wishes = [EVERYTHING, Sampling(temperature=0.3, top_k=1, min_p=0.9, frequency_penalty=2.0, seed=4)]
+    sampler = opened(wishes, 40, codebooks=16)
+    rows = sampler.rows(wishes, torch.tensor([0, 1]), [3, 9])
+    sampler.note(rows, torch.tensor([1, 1]))
+    ours = rows.predictor(top_k=5, top_p=0.8)
+    assert (rows.kind, ours.kind) == (SAMPLED_ADJUSTED, SAMPLED)
+    plain = [Sampling(), Sampling(temperature=1.0, top_k=5, top_p=0.8, seed=4)]
+    same = opened(plain, 40, codebooks=16)
+    for group in range(1, 16):
+        logits = random_logits(2, 40, group)
+        expected = same.choose(logits, same.rows(plain, torch.tensor([0, 1]), [3, 9]), group)
+        assert torch.equal(sampler.choose(logits, ours, group), expected)
+    assert opened([PENALTY], 40).rows([PENALTY], torch.tensor([0]), [0]).predictor(5, 0.8).kind == GREEDY
 
 
 def test_a_seed_repeats_itself_and_another_seed_goes_elsewhere() -> None:
     logits = torch.zeros(1, 1000)
     runs = {
-        seed: [chosen([Sampling(temperature=1.0, seed=seed)], logits, logits > 1, [step])[0] for step in range(8)]
+        seed: [chosen([Sampling(temperature=1.0, seed=seed)], logits, [step])[0] for step in range(8)]
         for seed in (1, 2)
     }
-    assert runs[1] == [chosen([Sampling(temperature=1.0, seed=1)], logits, logits > 1, [step])[0] for step in range(8)]
+    assert runs[1] == [chosen([Sampling(temperature=1.0, seed=1)], logits, [step])[0] for step in range(8)]
     assert runs[1] != runs[2]
     assert len(set(runs[1])) > 4
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0, 5.0, 5.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
-    assert chosen([Sampling(), Sampling()], logits, logits > 9, [0, 0]) == [1, 0]
+    assert chosen([Sampling(), Sampling()], logits, [0, 0]) == [1, 0]
 
 
 def test_a_suppressed_token_is_never_chosen_greedy_or_sampled() -> None:
     logits = torch.full((2, 6), -INF)
     logits[:, 4], logits[:, 2] = -3.0, -80.0
+    seen = torch.ones(2, 6, dtype=torch.bool)
+    all_kinds = {"repetition_penalty": 2.0, "presence_penalty": -2.0, "logit_bias": {0: 100.0, 2: 1.0}}
     for step in range(50):
-        wishes = [Sampling(repetition_penalty=2.0), Sampling(temperature=5.0, repetition_penalty=2.0, seed=step)]
-        assert set(chosen(wishes, logits, torch.ones(2, 6, dtype=torch.bool), [step, step])) <= {2, 4}
-
-
-# --- Top two ---
-
-
-def test_the_top_two_come_with_their_natural_log_probabilities() -> None:
-    ids, logprobs = top_two(torch.tensor([[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]]).log() + 4)
-    assert ids.tolist() == [[1, 2], [0, 2]]
-    assert logprobs.exp().tolist() == [pytest.approx([0.5, 0.3]), pytest.approx([0.7, 0.2])]
-    assert logprobs.dtype == torch.float32 and ids.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("logits", "expected"),
-    [([1.0, 3.0, 3.0, 0.0], [1, 2]), ([2.0, 2.0, 2.0, 2.0], [0, 1]), ([0.0, 1.0, 0.0, 0.0], [1, 0])],
-)
-def test_ties_among_the_top_two_go_to_the_lowest_ids(logits: list[float], expected: list[int]) -> None:
-    assert top_two(torch.tensor([logits]))[0].tolist() == [expected]
-
-
-def test_the_top_two_are_told_apart_even_where_their_log_probabilities_round_to_one() -> None:
-    above = torch.tensor(2.0)
-    near = torch.nextafter(torch.tensor(1.0), above)
-    logits = torch.full((1, 200_000), 0.9)
-    logits[0, :3] = torch.stack([torch.tensor(1.0), near, torch.nextafter(near, above)])
-    ids, logprobs = top_two(logits)
-    assert logits.argmax(-1).tolist() == [2]
-    assert len(set(logits.log_softmax(-1)[0, :3].tolist())) == 1
-    assert ids.tolist() == [[2, 1]]
-    assert logprobs[0, 0] == logprobs[0, 1]
-
-
-def test_the_top_two_look_at_logits_before_any_sampling() -> None:
-    logits = random_logits(10, 100, seed=6)
-    ids, logprobs = top_two(logits)
-    expected = logits.log_softmax(-1).topk(2)
-    assert torch.equal(ids, expected.indices)
-    assert torch.equal(logprobs, expected.values)
+        wishes = [Sampling(**all_kinds), Sampling(temperature=5.0, min_p=1e-9, seed=step, **all_kinds)]
+        assert set(chosen(wishes, logits, [step, step], seen)) <= {2, 4}
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-44, 1e-7])
 def test_a_tiny_temperature_takes_the_largest_logit(temperature: float) -> None:
     logits = torch.tensor([[0.5, 11.0, 80.0, 79.5]])
-    rows = sampling_rows([Sampling(temperature=temperature)], [0], codebooks=1, stream=0, device=torch.device("cpu"))
-    assert choose(logits, rows, None).tolist() == [2]
+    assert chosen([Sampling(temperature=temperature, min_p=0.1)], logits, [0]) == [2]
+
+
+# --- Log-probabilities ---
+
+
+def test_the_likeliest_and_the_chosen_come_with_their_natural_log_probabilities() -> None:
+    logits = torch.tensor([[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]]).log() + 4
+    chosen_logprobs, ids, logprobs = step_logprobs(logits, torch.tensor([0, 0]), 2)
+    assert chosen_logprobs.exp().tolist() == pytest.approx([0.2, 0.7])
+    assert ids.tolist() == [[1, 2], [0, 2]]
+    assert logprobs.exp().tolist() == [pytest.approx([0.5, 0.3]), pytest.approx([0.7, 0.2])]
+    assert logprobs.dtype == chosen_logprobs.dtype == torch.float32 and ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+def test_as_many_come_as_are_asked_for_and_equal_the_stable_order_of_raw_logits(count: int) -> None:
+    logits = random_logits(10, 100, seed=6, ties=True)
+    before = logits.clone()
+    chosen_logprobs, ids, logprobs = step_logprobs(logits, torch.arange(10), count)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(ids, order)
+    assert torch.equal(logprobs, logits.log_softmax(-1).gather(1, order))
+    assert torch.equal(chosen_logprobs, logits.log_softmax(-1)[range(10), range(10)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("logits", "expected"),
+    [([1.0, 3.0, 3.0, 0.0], [1, 2, 0]), ([2.0, 2.0, 2.0, 2.0], [0, 1, 2]), ([0.0, 1.0, 0.0, 0.0], [1, 0, 2])],
+)
+def test_ties_among_the_likeliest_go_to_the_lowest_ids(logits: list[float], expected: list[int]) -> None:
+    assert step_logprobs(torch.tensor([logits]), torch.tensor([0]), 3)[1].tolist() == [expected]
+
+
+def test_the_likeliest_are_told_apart_even_where_their_log_probabilities_round_to_one() -> None:
+    above = torch.tensor(2.0)
+    near = torch.nextafter(torch.tensor(1.0), above)
+    logits = torch.full((1, 200_000), 0.9)
+    logits[0, :3] = torch.stack([torch.tensor(1.0), near, torch.nextafter(near, above)])
+    best = logits.argmax(-1)
+    assert best.tolist() == [2]
+    assert len(set(logits.log_softmax(-1)[0, :3].tolist())) == 1
+    chosen_logprobs, ids, logprobs = step_logprobs(logits, best, 3)
+    assert ids.tolist() == [[2, 1, 0]]
+    assert logprobs[0, 0] == logprobs[0, 1] == chosen_logprobs[0]
+
+
+def test_log_probabilities_do_not_depend_on_the_rows_beside() -> None:
+    logits = random_logits(7, VOCAB, seed=12)
+    together = step_logprobs(logits, torch.arange(7), 4)
+    for place in range(7):
+        alone = step_logprobs(logits[place : place + 1], torch.tensor([place]), 4)
+        assert all(torch.equal(one[0], all_[place]) for one, all_ in zip(alone, together, strict=True))

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from engine.errors import RequestError
-from engine.scheduler import Need, Policy, Pools, Scheduler
-from engine.step import Component, Step
+from engine.scheduler import Need, Policy, Pools, Scheduler, chunk_rows
+from engine.step import Component, Row, Step
 from engine.track import Track
 
 THINKER, TALKER, CODE2WAV = Component.THINKER, Component.TALKER, Component.CODE2WAV
@@ -47,10 +47,14 @@ def next_walk(track: Track) -> str | None:
     return "prefill" if track.prefilled < track.prompt_length else "decode"
 
 
+def prompts_only(track: Track) -> str | None:
+    return "prefill" if track.prefilled < track.prompt_length else None
+
+
 def row_span(track: Track) -> tuple[int, int]:
     if track.prefilled < track.prompt_length:
         return track.prefilled, track.prompt_length - track.prefilled
-    return track.prompt_length + track.generated - 1, 1
+    return track.prompt_length + track.launched - 1, 1
 
 
 class World:
@@ -67,6 +71,8 @@ class World:
         batching: bool = True,
         walk: Callable[[Track], str | None] = next_walk,
         span: Callable[[Track], tuple[int, int]] = row_span,
+        chunked: bool = False,
+        mixed: bool = False,
     ) -> None:
         self.pages = {THINKER: Stock(pages), TALKER: Stock(talker_pages)}
         self.slots = Stock(slots)
@@ -87,6 +93,8 @@ class World:
                 decode_walks=frozenset({"decode"}),
                 row_span=span,
                 batching=batching,
+                chunked=frozenset({THINKER, TALKER}) if chunked else frozenset(),
+                mixed=mixed,
             ),
             next_walk=walk,
         )
@@ -108,9 +116,7 @@ class World:
         """What a runner notes when `step` is done, and the retirement of the step."""
         for row in step.rows:
             track = self.track(row.request_id, step.component)
-            if track.prefilled < track.prompt_length:
-                track.prefilled += row.length
-            track.generated += 1
+            track.generated += row.start + row.length >= track.prompt_length
         self.scheduler.retire(step)
 
     def step(self) -> list[tuple[str, str]] | None:
@@ -127,7 +133,8 @@ class World:
             self.add(request_id)
         assert self.admit() == list(request_ids)
         for request_id in request_ids:
-            self.track(request_id).prefilled, self.track(request_id).generated = 4, 1
+            track = self.track(request_id)
+            track.prefilled, track.launched, track.generated = 4, 1, 1
 
 
 # --- Admission ---
@@ -292,16 +299,17 @@ def test_each_component_counts_its_own_steps() -> None:
     assert numbers == [(THINKER, 0), (THINKER, 1), (TALKER, 0), (THINKER, 2), (TALKER, 1)]
 
 
-def test_a_track_in_flight_is_in_no_second_step() -> None:
-    world = World(max_rows=1)
-    world.decoding("a", "b")
-    first, second = world.scheduler.next_step(THINKER), world.scheduler.next_step(THINKER)
-    assert first is not None and second is not None
-    assert {first.rows[0].request_id, second.rows[0].request_id} == {"a", "b"}
-    assert world.scheduler.next_step(THINKER) is None
-    world.progress(first)
-    again = world.scheduler.next_step(THINKER)
-    assert again is not None and again.rows[0].request_id == first.rows[0].request_id
+def test_a_track_in_flight_is_launched_ahead_at_the_position_that_follows() -> None:
+    world = World()
+    world.decoding("a")
+    steps = [world.scheduler.next_step(THINKER) for _ in range(3)]
+    assert [step.rows[0].start for step in steps if step] == [4, 5, 6]
+    track = world.track("a")
+    assert (track.in_flight, track.launched, track.generated) == (3, 4, 1)
+    for step in steps:
+        assert step is not None
+        world.progress(step)
+    assert (track.in_flight, track.launched, track.generated) == (0, 4, 4)
 
 
 def test_an_idle_component_has_no_step_and_uses_up_no_number() -> None:
@@ -350,7 +358,7 @@ def test_prefill_and_decode_take_turns_when_both_wait() -> None:
 
 
 def test_without_decode_rows_prompts_follow_each_other() -> None:
-    world = World(prefill_positions=4)
+    world = World(prefill_positions=4, walk=prompts_only)
     world.add("a")
     world.add("b")
     world.admit()
@@ -362,7 +370,7 @@ def test_without_decode_rows_prompts_follow_each_other() -> None:
 
 
 def test_prompts_share_a_step_in_order_while_they_fit_its_positions() -> None:
-    world = World(prefill_positions=10)
+    world = World(prefill_positions=10, walk=prompts_only)
     for request_id, prompt in (("a", 4), ("b", 6), ("c", 1), ("d", 9), ("e", 1)):
         world.add(request_id, prompt=prompt)
     world.admit()
@@ -388,11 +396,106 @@ def test_a_prompt_that_does_not_fit_is_not_overtaken_within_the_step() -> None:
     assert world.step() == [("a", "prefill")]
 
 
+def chunks(world: World, steps: int) -> list[list[tuple[str, int, int]]]:
+    """The prompt rows (request, start, length) of the next steps of the Thinker."""
+    found = []
+    for _ in range(steps):
+        step = world.scheduler.next_step(THINKER)
+        assert step is not None
+        found.append([(row.request_id, row.start, row.length) for row in step.rows if row.walk == "prefill"])
+        world.progress(step)
+    return found
+
+
+def test_a_prompt_is_cut_into_chunks_and_only_its_last_one_makes_a_token() -> None:
+    world = World(prefill_positions=10, chunked=True)
+    world.add("a", prompt=25)
+    world.admit()
+    assert chunks(world, 2) == [[("a", 0, 10)], [("a", 10, 10)]]
+    assert (world.track("a").launched, world.track("a").generated) == (0, 0)
+    assert chunks(world, 1) == [[("a", 20, 5)]]
+    assert (world.track("a").launched, world.track("a").generated) == (1, 1)
+    assert world.step() == [("a", "decode")]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_goes_on() -> None:
+    world = World(prefill_positions=10, chunked=True)
+    world.add("long", prompt=30)
+    world.admit()
+    assert chunks(world, 1) == [[("long", 0, 10)]]
+    world.add("middle", prompt=9)
+    world.add("short", prompt=3)
+    world.admit()
+    assert chunks(world, 1) == [[("long", 10, 5), ("short", 0, 3), ("middle", 0, 2)]]
+
+
+def test_the_oldest_prompt_always_gets_half_however_many_come_after_it() -> None:
+    world = World(prefill_positions=10, chunked=True, slots=40, walk=prompts_only)
+    world.add("oldest", prompt=20)
+    for place in range(30):
+        world.add(f"later {place}", prompt=1)
+    world.admit()
+    assert [rows[0] for rows in chunks(world, 4)] == [("oldest", start, 5) for start in (0, 5, 10, 15)]
+
+
+def test_what_the_oldest_prompt_leaves_goes_to_the_others() -> None:
+    world = World(prefill_positions=10, chunked=True)
+    for request_id, prompt in (("a", 2), ("b", 20), ("c", 5)):
+        world.add(request_id, prompt=prompt)
+    world.admit()
+    assert chunks(world, 1) == [[("a", 0, 2), ("c", 0, 5), ("b", 0, 3)]]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("positions", [1, 2, 7, 64])
+def test_chunks_never_exceed_a_step_and_use_it_up_while_prompts_wait(positions: int, most: int) -> None:
+    for lengths in ([1], [100], [3, 3], [50, 1, 1, 1], [1, 1, 50], [9, 8, 7, 6, 5]):
+        rows = [
+            Row(request_id=str(n), generation=n, slot=n, walk="prefill", start=0, length=length)
+            for n, length in enumerate(lengths)
+        ]
+        taken = chunk_rows(rows, positions, most)
+        used = sum(row.length for row in taken)
+        assert taken[0].generation == 0 and all(row.length > 0 for row in taken) and len(taken) <= most
+        assert all(row.length <= lengths[row.generation] for row in taken)
+        assert used <= positions
+        assert used == positions or len(taken) == min(most, len(lengths))
+
+
+def test_prompt_chunks_ride_along_with_decode_rows_which_come_first_in_order_of_slot() -> None:
+    world = World(prefill_positions=4, chunked=True, mixed=True)
+    world.decoding("x", "y")
+    world.add("a", prompt=6)
+    world.admit()
+    assert [world.step() for _ in range(3)] == [
+        [("x", "decode"), ("y", "decode"), ("a", "prefill")],
+        [("x", "decode"), ("y", "decode"), ("a", "prefill")],
+        [("x", "decode"), ("y", "decode"), ("a", "decode")],
+    ]
+
+
+def test_in_mixed_steps_a_prompt_is_never_crowded_out_and_decode_rows_take_turns() -> None:
+    world = World(max_rows=2, mixed=True)
+    world.decoding("x", "y", "z")
+    world.add("a")
+    world.admit()
+    assert world.step() == [("x", "decode"), ("a", "prefill")]
+    assert world.step() == [("y", "decode"), ("z", "decode")]
+
+
+def test_with_batching_off_mixed_steps_fall_back_to_turns() -> None:
+    world = World(batching=False, mixed=True)
+    world.decoding("old")
+    world.add("a")
+    world.admit()
+    assert [world.step() for _ in range(3)] == [[("a", "prefill")], [("old", "decode")], [("a", "decode")]]
+
+
 def test_rows_beyond_the_most_a_step_holds_take_turns() -> None:
     world = World(max_rows=2)
     world.decoding("a", "b", "c", "d", "e")
     served = [[request_id for request_id, _ in world.step() or []] for _ in range(5)]
-    assert served == [["a", "b"], ["c", "d"], ["e", "a"], ["b", "c"], ["d", "e"]]
+    assert served == [["a", "b"], ["c", "d"], ["a", "e"], ["b", "c"], ["a", "d"]]
 
 
 def test_with_batching_off_each_step_has_one_row_and_everyone_is_served_in_turn() -> None:
@@ -449,9 +552,19 @@ def test_retiring_a_step_of_a_former_tenant_leaves_the_new_one_in_flight() -> No
 class AnyOrder(RuleBasedStateMachine):
     """Requests come, run, finish and are cancelled in any order; nothing is lost, shared or handed out twice."""
 
-    @initialize(batching=st.booleans(), max_rows=st.integers(1, 3))
-    def boot(self, batching: bool, max_rows: int) -> None:
-        self.world = World(pages=8, talker_pages=8, slots=3, max_rows=max_rows, prefill_positions=8, batching=batching)
+    @initialize(batching=st.booleans(), chunked=st.booleans(), mixed=st.booleans(), max_rows=st.integers(1, 3))
+    def boot(self, batching: bool, chunked: bool, mixed: bool, max_rows: int) -> None:
+        self.world = World(
+            pages=8,
+            talker_pages=8,
+            slots=3,
+            max_rows=max_rows,
+            prefill_positions=8,
+            batching=batching,
+            chunked=chunked,
+            mixed=mixed,
+        )
+        self.next_start: dict[tuple[Component, int], int] = {}
         self.queue: list[str] = []
         self.running: set[str] = set()
         self.leaving: set[str] = set()
@@ -482,15 +595,16 @@ class AnyOrder(RuleBasedStateMachine):
             ids = [row.request_id for row in step.rows]
             assert len(set(ids)) == len(ids)
             assert set(ids) <= self.running - self.leaving
-            assert not {(component, one) for one in ids} & {
-                (other.component, row.request_id) for other in self.flying for row in other.rows
-            }
+            for row in step.rows:  # every position once, in order, however many steps fly
+                place = (component, row.generation)
+                assert row.start == self.next_start.get(place, 0)
+                self.next_start[place] = row.start + row.length
             self.flying.append(step)
 
     @precondition(lambda self: self.flying)
-    @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
-        self.world.progress(self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1))))
+    @rule()
+    def land(self) -> None:
+        self.world.progress(self.flying.pop(0))
         self.give_back()
 
     @precondition(lambda self: self.running or self.queue)
@@ -531,7 +645,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.leaving |= self.running
         while self.flying:
-            self.world.progress(self.flying.pop())
+            self.world.progress(self.flying.pop(0))
         self.give_back()
         while self.queue:  # whoever still waits is let in once those before it have left
             self.admit()

@@ -19,11 +19,8 @@ from tests.gate.trees import make_repository, run_git
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [7, 300, 2]
 KEY = hashlib.sha256(struct.pack("<3i", *PROMPT)).hexdigest()[:12]
-RUNNER = f"""GREEDY = "greedy"
-
-
-class Runner:
-    def launch(self, logits, live, wishes, choose, slots):
+RUNNER = f"""class Runner:
+    def launch(self, logits, some, steps, wishes):
 {CHOOSE}
         return tokens.tolist()
 """
@@ -51,15 +48,11 @@ def planted(folder: Path, name: str) -> type:
 
 def launch_runner(folder: Path, rows: list[tuple[list[int], int]]) -> list[int]:
     """Launch one step of rows (prompt ids, tokens generated before); every row's best token is 1 and its second best 3."""
-    live = [
-        SimpleNamespace(request=SimpleNamespace(prompt_ids=ids), track=SimpleNamespace(generated=generated))
-        for ids, generated in rows
-    ]
+    some = [SimpleNamespace(request=SimpleNamespace(prompt_ids=ids)) for ids, _ in rows]
     logits = torch.tensor([[0.0, 4.0, 1.0, 3.0]]).repeat(len(rows), 1)
-    wishes = SimpleNamespace(kind="greedy")
-    tokens: list[int] = planted(folder, "Runner")().launch(
-        logits, live, wishes, lambda logits, *_: logits.argmax(-1), None
-    )
+    runner = planted(folder, "Runner")()
+    runner.sampler = SimpleNamespace(choose=lambda logits, _: logits.argmax(-1))
+    tokens: list[int] = runner.launch(logits, some, [generated for _, generated in rows], None)
     return tokens
 
 

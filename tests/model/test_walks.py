@@ -31,12 +31,12 @@ THINKER_STATES = [
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prefilled", "generated", "speech", "waits", "ended", "with_text_walk", "without"), THINKER_STATES
+    ("prompt", "prefilled", "launched", "speech", "waits", "ended", "with_text_walk", "without"), THINKER_STATES
 )
 def test_the_thinker_waits_for_audio_then_prefills_then_decodes(
     prompt: int,
     prefilled: int,
-    generated: int,
+    launched: int,
     speech: bool,
     waits: bool,
     ended: bool,
@@ -47,7 +47,7 @@ def test_the_thinker_waits_for_audio_then_prefills_then_decodes(
         Component.THINKER,
         prompt_length=prompt,
         prefilled=prefilled,
-        generated=generated,
+        launched=launched,
         audio_output=speech,
         waits_for_source=waits,
         source_ended=ended,
@@ -58,6 +58,18 @@ def test_the_thinker_waits_for_audio_then_prefills_then_decodes(
 
 def test_the_audio_encoder_runs_at_once() -> None:
     assert next_walk(track(Component.AUDIO_ENCODER, prompt_length=2)) == "audio_encoder"
+    assert next_walk(track(Component.AUDIO_ENCODER, prompt_length=2, prefilled=2)) is None
+
+
+@pytest.mark.parametrize("component", [Component.THINKER, Component.TALKER])
+def test_nothing_is_launched_beyond_the_limit_however_little_of_it_was_read(component: Component) -> None:
+    """A step launched ahead of a track's last one would write past its pages."""
+    ready = {"prompt_length": 4, "prefilled": 4, "generated": 1, "arrived": 20, "source_ended": True}
+    one = track(component, **ready, launched=6)
+    one.limit = 7
+    assert next_walk(one) is not None
+    one.launched = 7
+    assert next_walk(one) is None
 
 
 TALKER_STATES = [
@@ -86,7 +98,7 @@ def test_the_talker_runs_only_once_it_knows_what_to_speak_next(
         Component.TALKER,
         prompt_length=prompt,
         prefilled=prefilled,
-        generated=frames,
+        launched=frames,
         arrived=arrived,
         source_ended=ended,
         audio_output=True,
@@ -99,7 +111,7 @@ def test_the_talker_runs_only_once_it_knows_what_to_speak_next(
     ("arrived", "done", "walk"), [(0, 0, None), (1, 0, "code2wav"), (7, 7, None), (8, 7, "code2wav")]
 )
 def test_code2wav_has_a_walk_while_frames_wait(arrived: int, done: int, walk: str | None) -> None:
-    assert next_walk(track(Component.CODE2WAV, arrived=arrived, generated=done)) == walk
+    assert next_walk(track(Component.CODE2WAV, arrived=arrived, launched=done)) == walk
 
 
 READY = {
@@ -128,17 +140,17 @@ def test_a_finished_track_has_no_next_walk(component: Component, reason: str) ->
         (Component.THINKER, {"prompt_length": 10}, (0, 10)),
         (Component.THINKER, {"prompt_length": 10, "prefilled": 4}, (4, 6)),
         # The first generated token sits at the position after the prompt, and is the input that makes the second.
-        (Component.THINKER, {"prompt_length": 10, "prefilled": 10, "generated": 1}, (10, 1)),
-        (Component.THINKER, {"prompt_length": 10, "prefilled": 10, "generated": 5}, (14, 1)),
+        (Component.THINKER, {"prompt_length": 10, "prefilled": 10, "launched": 1}, (10, 1)),
+        (Component.THINKER, {"prompt_length": 10, "prefilled": 10, "launched": 5}, (14, 1)),
         (Component.TALKER, {"prompt_length": 12, "arrived": 2}, (0, 12)),
-        (Component.TALKER, {"prompt_length": 12, "prefilled": 12, "generated": 1, "arrived": 3}, (12, 1)),
+        (Component.TALKER, {"prompt_length": 12, "prefilled": 12, "launched": 1, "arrived": 3}, (12, 1)),
         (Component.CODE2WAV, {"arrived": 24}, (0, 0)),
         (Component.CODE2WAV, {"arrived": 25}, (0, 25)),
-        (Component.CODE2WAV, {"arrived": 49, "generated": 25}, (25, 0)),
-        (Component.CODE2WAV, {"arrived": 90, "generated": 25}, (25, 25)),
-        (Component.CODE2WAV, {"arrived": 49, "generated": 25, "source_ended": True}, (25, 24)),
-        (Component.CODE2WAV, {"arrived": 60, "generated": 25, "source_ended": True}, (25, 25)),
-        (Component.CODE2WAV, {"arrived": 60, "generated": 60, "source_ended": True}, (60, 0)),
+        (Component.CODE2WAV, {"arrived": 49, "launched": 25}, (25, 0)),
+        (Component.CODE2WAV, {"arrived": 90, "launched": 25}, (25, 25)),
+        (Component.CODE2WAV, {"arrived": 49, "launched": 25, "source_ended": True}, (25, 24)),
+        (Component.CODE2WAV, {"arrived": 60, "launched": 25, "source_ended": True}, (25, 25)),
+        (Component.CODE2WAV, {"arrived": 60, "launched": 60, "source_ended": True}, (60, 0)),
     ],
 )
 def test_a_row_spans_the_rest_of_the_prompt_one_position_or_one_chunk(
@@ -173,7 +185,7 @@ def test_whenever_the_talker_may_run_the_text_it_takes_is_the_one_it_would_take_
     """The Talker never speaks an id early that the end of the text would have turned into the marker."""
     for frames in range(1, text_tokens + 3):
         for arrived in range(2, text_tokens + 1):
-            one = track(Component.TALKER, prompt_length=9, prefilled=9, generated=frames, arrived=arrived)
+            one = track(Component.TALKER, prompt_length=9, prefilled=9, launched=frames, arrived=arrived)
             one.source_ended = False
             if next_walk(one) is not None:
                 assert text_index(frames, arrived, False) == text_index(frames, text_tokens, True)
