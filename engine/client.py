@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from engine.config import EngineSettings, child_environment
 from engine.errors import EngineDeadError, RequestError, WalkgateError
@@ -71,6 +72,10 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     events: list[Event]
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, now and then while its steps make no events (a long prompt): it gets on."""
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """From the engine: a request that it did not take, with the fields of the RequestError."""
 
@@ -89,7 +94,7 @@ class Counters(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Add | Cancel | AskCounters | Shutdown
-News = Hello | Failed | Events | Refused | Counters
+News = Hello | Failed | Events | Beat | Refused | Counters
 
 
 class BootError(WalkgateError):
@@ -144,35 +149,79 @@ def start_engine(model: Path, settings: EngineSettings, source_root: Path) -> En
     return EngineProcess(process, folder, address)
 
 
+class _Mailbox:
+    """What came for one stream and was not read yet. One task reads it; what it holds is bounded by what was asked for."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Event | WalkgateError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Event | WalkgateError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Event:
+        """Return the next event, or raise the error that came in its place."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, WalkgateError):
+            raise item
+        return item
+
+
 @dataclass(slots=True)
 class EngineClient:
-    """Sends requests to the engine process and hands each one's events to whoever asked. Lives in one event loop."""
+    """Sends requests to the engine process and hands each one's events to whoever asked. Lives in one event loop.
+
+    At most `max_open` requests may be open at once.
+    """
 
     address: str
-    _context: zmq.asyncio.Context = field(init=False)
-    _socket: zmq.asyncio.Socket = field(init=False)
+    max_open: int = sys.maxsize
+    _loop: asyncio.AbstractEventLoop = field(init=False)
+    _context: zmq.Context[zmq.Socket[bytes]] = field(init=False)
+    _socket: zmq.Socket[bytes] = field(init=False)
     _hello: asyncio.Future[Hello] = field(init=False)
-    _streams: dict[str, asyncio.Queue[Event | WalkgateError]] = field(default_factory=dict, init=False)
+    _decoder: msgspec.msgpack.Decoder[News] = field(default_factory=lambda: msgspec.msgpack.Decoder(News), init=False)
+    _streams: dict[str, _Mailbox] = field(default_factory=dict, init=False)
     _asked: dict[int, asyncio.Future[dict[str, float]]] = field(default_factory=dict, init=False)
     _number: int = field(default=0, init=False)
     _death: EngineDeadError | None = field(default=None, init=False)
-    _reader: asyncio.Task[None] | None = field(default=None, init=False)
+    _progress_at: float = field(default=0.0, init=False)
+    _work_since: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._context = zmq.asyncio.Context()
+        self._loop = asyncio.get_running_loop()
+        self._hello = self._loop.create_future()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 0)
         # No limit on either side: neither process may ever wait for the other. Requests bound what can pile up.
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(self.address)
-        self._hello = asyncio.get_running_loop().create_future()
-        self._reader = asyncio.create_task(self._read())
+        # zmq.asyncio would spend a future and several turns of the loop on every message.
+        self._loop.add_reader(int(self._socket.get(zmq.FD)), self._read)
 
     @property
     def open_requests(self) -> int:
         """How many requests wait for events."""
         return len(self._streams)
+
+    @property
+    def progress_at(self) -> float:
+        """When the engine was last heard to have finished a step, by time.monotonic()."""
+        return self._progress_at
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has held work without finishing a step; 0 when it holds none."""
+        return time.monotonic() - max(self._progress_at, self._work_since) if self._streams else 0.0
 
     async def hello(self) -> Hello:
         """Wait until the engine can serve; BootError if it says that it can't, EngineDeadError if it dies before."""
@@ -181,24 +230,33 @@ class EngineClient:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield a request's events, the last one `done`. Closing the iterator early cancels the request.
 
-        Raises RequestError if the engine refuses it, EngineDeadError if the engine process ends.
+        Raises RequestError if the engine refuses it or too many are open, EngineDeadError if the engine process ends.
         """
         if self._death is not None:
             raise self._death
-        queue: asyncio.Queue[Event | WalkgateError] = asyncio.Queue()
-        self._streams[request.id] = queue
-        self._post(Add(request))
+        if len(self._streams) >= self.max_open:
+            raise RequestError(
+                f"{self.max_open} requests are open, which is all that this server takes at once; try again later",
+                code="overloaded",
+                status=429,
+            )
+        mailbox = self._open(request)
         try:
             while True:
-                event = await queue.get()
-                if isinstance(event, WalkgateError):
-                    raise event
+                event = await mailbox.get()
                 yield event
                 if event.done:
                     return
         finally:
             if self._streams.pop(request.id, None) is not None:
                 self.cancel(request.id)
+
+    def _open(self, request: Request) -> _Mailbox:
+        if not self._streams:
+            self._work_since = time.monotonic()
+        mailbox = self._streams[request.id] = _Mailbox()
+        self._post(Add(request))
+        return mailbox
 
     def cancel(self, request_id: str) -> None:
         """Tell the engine to drop a request; its stream, if one is open, gets no more events."""
@@ -210,7 +268,7 @@ class EngineClient:
         if self._death is not None:
             return None
         self._number += 1
-        number, answer = self._number, asyncio.get_running_loop().create_future()
+        number, answer = self._number, self._loop.create_future()
         self._asked[number] = answer
         self._post(AskCounters(number))
         try:
@@ -226,8 +284,8 @@ class EngineClient:
         if not self._hello.done():
             self._hello.set_exception(self._death)
             self._hello.exception()  # marks it as seen: nobody may be waiting for it
-        for queue in self._streams.values():
-            queue.put_nowait(self._death)
+        for mailbox in self._streams.values():
+            mailbox.put(self._death)
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(self._death)
@@ -239,24 +297,34 @@ class EngineClient:
 
     def close(self) -> None:
         """Close the socket. The client is of no use afterwards."""
-        if self._reader is not None:
-            self._reader.cancel()
+        self._loop.remove_reader(int(self._socket.get(zmq.FD)))
         self._context.destroy(linger=0)
 
     def _post(self, order: Order) -> None:
-        if self._death is None:
-            # Without a limit on the queue the socket takes every message at once, so there is nothing to wait for.
-            self._socket.send(msgspec.msgpack.encode(order))
+        if self._death is not None:
+            return
+        # Without a limit on the queue the socket takes every message at once, so there is nothing to wait for.
+        self._socket.send(msgspec.msgpack.encode(order))
+        # Sending may use up the one signal that the descriptor gives for news.
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._read)
 
-    async def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(News)
-        while True:
-            self._take(decoder.decode(await self._socket.recv()))
+    def _read(self) -> None:
+        """Take everything that has come: the descriptor signals once, not once a message."""
+        while not self._socket.closed:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(self._decoder.decode(data))
 
     def _take(self, news: News) -> None:
         if isinstance(news, Events):
+            self._progress_at = time.monotonic()
             for event in news.events:
                 self._deliver(event.request_id, event, last=event.done)
+        elif isinstance(news, Beat):
+            self._progress_at = time.monotonic()
         elif isinstance(news, Refused):
             refusal = RequestError(news.message, field=news.field, code=news.code, status=news.status)
             self._deliver(news.request_id, refusal, last=True)
@@ -272,6 +340,6 @@ class EngineClient:
 
     def _deliver(self, request_id: str, item: Event | WalkgateError, *, last: bool) -> None:
         """Put an item into a stream; the last one closes it, so that its end is not taken for a cancellation."""
-        queue = self._streams.pop(request_id, None) if last else self._streams.get(request_id)
-        if queue is not None:
-            queue.put_nowait(item)
+        mailbox = self._streams.pop(request_id, None) if last else self._streams.get(request_id)
+        if mailbox is not None:
+            mailbox.put(item)

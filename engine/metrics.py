@@ -18,12 +18,18 @@ _COUNTER_ENDING = "_total"
 
 @dataclass(slots=True)
 class FrontCounters:
-    """What the front process counts: requests to /generate by how they ended, and how many are open now."""
+    """What the front process counts: requests by how they ended, and how many are open now.
+
+    Requests that no route saw, because the server was full or no key was shown, count as `http_overloaded` and
+    `http_unauthorised` only.
+    """
 
     http_requests: int = 0
     http_refused: int = 0
     http_failed: int = 0
     http_disconnected: int = 0
+    http_overloaded: int = 0
+    http_unauthorised: int = 0
     http_open: int = 0
 
     def values(self) -> dict[str, float]:
@@ -33,6 +39,8 @@ class FrontCounters:
             "http_refused_total": self.http_refused,
             "http_failed_total": self.http_failed,
             "http_disconnected_total": self.http_disconnected,
+            "http_overloaded_total": self.http_overloaded,
+            "http_unauthorised_total": self.http_unauthorised,
             "http_open": self.http_open,
         }
 

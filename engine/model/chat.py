@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -17,6 +17,10 @@ from engine.errors import CheckpointError, RequestError
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# A message as templates know it: `role`, and `content` as a string or as a list of parts.
+Message = Mapping[str, object]
+# Templates tell audio by its type and by the key; what the key holds, they don't show.
+AUDIO_PART = {"type": "audio", "audio": "clip"}
 _ADDED_KEYS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -94,13 +98,31 @@ class ChatTemplate:
 
     def user_turn(self, text: str, system: str | None, clips: int) -> str:
         """Render one user turn (`clips` audio parts, then the text) and the start of the answer; RequestError if it refuses."""
-        audio: list[dict[str, str]] = [{"type": "audio", "audio": f"clip {place}"} for place in range(clips)]
-        messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": [*audio, {"type": "text", "text": text}] if clips else text})
+        audio: list[dict[str, str]] = [AUDIO_PART for _ in range(clips)]
+        messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": [*audio, text_part(text)] if clips else text})
+        return self.render(messages)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render a conversation and the start of the answer; RequestError if the template refuses it."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._tokens)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses this: {error}", field="text", code="template") from None
+
+
+def message_texts(message: Message) -> Iterator[str]:
+    """The texts that a message holds."""
+    content = message["content"]
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        yield from (part["text"] for part in content if "text" in part)
+
+
+def text_part(text: str) -> dict[str, str]:
+    """A content part that holds text."""
+    return {"type": "text", "text": text}
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

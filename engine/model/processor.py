@@ -6,8 +6,9 @@ Runs in the front process, off its event loop. No torch. Every fault is a Reques
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from tokenizers import Tokenizer
 
 from engine.detokenize import TokenBytes
 from engine.errors import CheckpointError, RequestError
-from engine.model.chat import ChatTemplate, load_tokenizer
+from engine.model.chat import ChatTemplate, Message, load_tokenizer, message_texts
 from engine.model.clips import HOP, SAMPLE_RATE, WINDOW, Sound, decode, log_mel
 from engine.model.config import OmniConfig, SpecialIds
+from engine.model.generation import Generation
 from engine.model.positions import TOKENS_PER_CHUNK, audio_tokens
 from engine.request import Clip, Request, Speech
 
@@ -34,10 +36,17 @@ class Unwanted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The prompt as it was sent. `clamp_tokens` and `clamp_frames` say that a limit was not asked for, so it may shrink."""
+    """The prompt as it was sent, in one of four forms, and its audio files in order.
+
+    `text` is one user turn, after `system` if that is given; `messages` is a whole conversation; `prompt` is text, and
+    `prompt_token_ids` are ids, that no chat template is put around. `clamp_tokens` and `clamp_frames` say that a limit was not
+    asked for, so it may shrink.
+    """
 
     text: str | None = None
     system: str | None = None
+    messages: Sequence[Message] | None = None
+    prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     audio: Sequence[bytes] = ()
     clamp_tokens: bool = False
@@ -46,12 +55,24 @@ class Inputs:
     @property
     def prompt_field(self) -> str:
         """The name of the field that the prompt came in."""
-        return "text" if self.text is not None else "prompt_token_ids"
+        forms = {"text": self.text, "messages": self.messages, "prompt": self.prompt}
+        return next((name for name, value in forms.items() if value is not None), "prompt_token_ids")
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Every text of the prompt, with the name of its field."""
+        given = {"text": self.text, "system": self.system, "prompt": self.prompt}
+        yield from ((name, text) for name, text in given.items() if text is not None)
+        for message in self.messages or ():
+            yield from (("messages", text) for text in message_texts(message))
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A model's tokenizer, chat template and limits. `max_model_len` counts prompt and generated tokens of one request."""
+    """A model's tokenizer, chat template, sampling defaults and limits.
+
+    `max_model_len` counts prompt and generated tokens of one request. `audio_limit` are the most seconds of audio of one
+    request, where fewer than fit are wanted.
+    """
 
     config: OmniConfig
     tokenizer: Tokenizer
@@ -59,19 +80,23 @@ class Processor:
     token_bytes: TokenBytes
     max_model_len: int
     longest_token: int
+    audio_limit: int | None = None
+    generation: Generation = field(default_factory=Generation)
 
     @classmethod
-    def load(cls, folder: Path, config: OmniConfig, max_model_len: int) -> Processor:
+    def load(cls, folder: Path, config: OmniConfig, max_model_len: int, audio_limit: int | None = None) -> Processor:
         """Read tokenizer, template and audio settings of a model folder; CheckpointError names what doesn't fit."""
         _check_mel(folder / "preprocessor_config.json", config.audio.mel_bins)
         tokenizer = load_tokenizer(folder)
         longest = max(map(len, tokenizer.get_vocab()))
-        return cls(config, tokenizer, ChatTemplate.load(folder), TokenBytes(tokenizer), max_model_len, longest)
+        template, token_bytes = ChatTemplate.load(folder), TokenBytes(tokenizer)
+        generation = Generation.load(folder)
+        return cls(config, tokenizer, template, token_bytes, max_model_len, longest, audio_limit, generation)
 
     @property
     def max_audio_seconds(self) -> int:
-        """The longest clip that can fit a prompt, in whole seconds."""
-        return max_audio_seconds(self.max_model_len)
+        """The most audio of one request, in whole seconds: what can fit a prompt, or less where less is wanted."""
+        return min(max_audio_seconds(self.max_model_len), self.audio_limit or sys.maxsize)
 
     def complete(self, draft: Request, inputs: Inputs, unwanted: Callable[[], bool] = lambda: False) -> Request:
         """Return `draft` with its prompt ids, clips and limits filled in; RequestError when it can't be served.
@@ -115,16 +140,25 @@ class Processor:
 
     def _prompt(self, inputs: Inputs) -> list[int]:
         """Token ids with one placeholder run a clip."""
-        if inputs.text is None:
+        if inputs.prompt_field == "prompt_token_ids":
             return self._given(inputs.prompt_token_ids or ())
-        if not (inputs.text.strip() or inputs.audio):
-            raise RequestError("text is empty; write what the user says, or send audio", field="text", code="empty")
         most = self.max_model_len * self.longest_token
-        for name, text in (("text", inputs.text), ("system", inputs.system or "")):
+        for name, text in inputs.texts():
             if len(text) > most:  # so long that no tokenizer need be asked
                 raise _too_long(name, f"{name} has {len(text)} characters", self.max_model_len)
-        rendered = self.template.user_turn(inputs.text, inputs.system, len(inputs.audio))
-        return list(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(self._rendered(inputs), add_special_tokens=False).ids)
+
+    def _rendered(self, inputs: Inputs) -> str:
+        if inputs.messages is not None:
+            return self.template.render(inputs.messages)
+        if inputs.prompt is not None:
+            if not inputs.prompt:
+                raise RequestError("prompt is empty; give at least one character", field="prompt", code="empty")
+            return inputs.prompt
+        text = inputs.text or ""
+        if not (text.strip() or inputs.audio):
+            raise RequestError("text is empty; write what the user says, or send audio", field="text", code="empty")
+        return self.template.user_turn(text, inputs.system, len(inputs.audio))
 
     def _given(self, ids: Sequence[int]) -> list[int]:
         if not ids:

@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from engine.config import DEVICES, SWITCHES, EngineSettings, SettingError, cache_folder, default_dtype, parse_switches
+from engine.config import (
+    API_KEY_VARIABLE,
+    DEVICES,
+    PREFILL_CHUNK,
+    SWITCHES,
+    EngineSettings,
+    ServerSettings,
+    SettingError,
+    api_keys,
+    cache_folder,
+    default_dtype,
+    switches_off,
+)
 from engine.errors import CheckpointError, WalkgateError
 from engine.model.config import OmniConfig
 from engine.server.source import package_folder, source_digest, source_root
@@ -27,6 +39,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USAGE = 1, 64
 _BACKLOG = 2048
+_TINY_NAME = "omni-tiny"
 # Typer keeps the class of usage errors to itself; it is the base of the one that it exports.
 _UsageError = typer.BadParameter.__bases__[0]
 
@@ -47,7 +60,8 @@ Model = Annotated[
 
 @app.command(
     epilog="Examples:  [b]omni serve[/b]  ·  [b]omni serve /models/Qwen3-Omni --dtype bfloat16 --port 9000[/b]  ·  "
-    "[b]omni serve --disable batching,text_walk[/b]"
+    "[b]omni serve --disable batching,text_walk[/b]  ·  "
+    f"[b]{API_KEY_VARIABLE}=KEY omni serve --host 0.0.0.0 --max-queue 1000[/b]"
 )
 def serve(
     model: Model = None,
@@ -56,6 +70,9 @@ def serve(
     device: Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)}.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto suits the device.")] = "auto",
     disable: Annotated[str, typer.Option(help=f"Switches to turn off, comma-separated: {', '.join(SWITCHES)}.")] = "",
+    enable: Annotated[
+        str, typer.Option(help="Switches to turn on that are off on this device: launch_ahead on a CPU.")
+    ] = "",
     model_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one request, prompt and answer. (default: the model's)")
     ] = None,
@@ -63,15 +80,58 @@ def serve(
         int | None, typer.Option(min=1, help="KV pages per component. (default: enough for 8 long requests)")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 64,
+    prefill_chunk: Annotated[
+        int,
+        typer.Option(min=1, help="Most prompt positions of a step; what decodes waits no longer than one such step."),
+    ] = PREFILL_CHUNK,
+    phase_timing: Annotated[
+        bool, typer.Option("--phase-timing", help="Measure where a step's time goes, into /metrics.")
+    ] = False,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Most requests that wait beyond those; more are refused with 429.")
+    ] = 256,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest body of a request, in MiB.")] = 64,
+    max_audio_seconds: Annotated[
+        int | None, typer.Option(min=1, help="Most seconds of audio in one request. (default: what the model holds)")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. (default: the folder's name)")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"A key that every request but /health must show; repeatable. {API_KEY_VARIABLE} names keys out of sight."
+        ),
+    ] = None,
+    wedge_seconds: Annotated[
+        float, typer.Option(help="How long the engine may hold work without a step before /health says wedged.")
+    ] = 30.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="How long open requests may go on after SIGTERM; a second signal ends them at once.")
+    ] = 30.0,
 ) -> None:
     """Serve a model over HTTP until SIGINT or SIGTERM. Routes: POST /generate, GET /health, /info, /metrics."""
-    settings = EngineSettings(
+    engine = EngineSettings(
         max_model_len=model_len,
         kv_pages=kv_pages,
-        disabled=parse_switches(disable),
+        disabled=switches_off(device, disable, enable),
         device=device,
         dtype=default_dtype(device) if dtype == "auto" else dtype,
         threads=threads,
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+        phase_timing=phase_timing,
+    )
+    settings = ServerSettings(
+        engine=engine,
+        max_queue=max_queue,
+        wedge_seconds=wedge_seconds,
+        drain_seconds=drain_seconds,
+        max_body_mb=max_body_mb,
+        max_audio_seconds=max_audio_seconds,
+        served_model_name=_TINY_NAME if model is None and served_model_name is None else served_model_name,
+        api_keys=api_keys(api_key or ()),
     )
     listener = _listen(host, port)
     folder = _model_folder(model)
@@ -98,7 +158,7 @@ def info(
 ) -> None:
     """Say what a model folder holds, what the server's limits and switches are, and which source this is."""
     from engine.model.processor import max_audio_seconds
-    from engine.server.front import model_summary, tasks
+    from engine.server.describe import model_summary, tasks
 
     folder = _model_folder(model)
     config = OmniConfig.load(folder)
@@ -185,21 +245,28 @@ def _make_tiny(folder: Path, seed: int) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _checked(folder: Path, settings: EngineSettings) -> OmniConfig:
+def _checked(folder: Path, settings: ServerSettings) -> OmniConfig:
     """Read the config before a process is started for it, and hold the limits asked for against it."""
+    from engine.model.processor import max_audio_seconds
+
     config = OmniConfig.load(folder)
-    most = config.thinker.max_positions
-    if settings.max_model_len is not None and settings.max_model_len > most:
-        raise SettingError(f"--model-len {settings.max_model_len} is more than the model's {most} positions")
+    most, asked = config.thinker.max_positions, settings.engine.max_model_len
+    if asked is not None and asked > most:
+        raise SettingError(f"--model-len {asked} is more than the model's {most} positions")
+    longest, wanted = max_audio_seconds(asked or most), settings.max_audio_seconds
+    if wanted is not None and wanted > longest:
+        raise SettingError(
+            f"--max-audio-seconds {wanted} is more than the {longest} s that {asked or most} tokens hold"
+        )
     return config
 
 
-def _serve(folder: Path, config: OmniConfig, settings: EngineSettings, listener: socket.socket) -> int:
-    from engine.server import front
+def _serve(folder: Path, config: OmniConfig, settings: ServerSettings, listener: socket.socket) -> int:
+    from engine.server import life
 
     host, port = listener.getsockname()[:2]
     console = Console(stderr=True)
-    progress = console.status(f"loading {folder} on {settings.device} …")
+    progress = console.status(f"loading {folder} on {settings.engine.device} …")
 
     def ready(server: Front) -> None:
         progress.stop()
@@ -209,7 +276,7 @@ def _serve(folder: Path, config: OmniConfig, settings: EngineSettings, listener:
     if console.is_terminal:
         progress.start()
     try:
-        return asyncio.run(front.serve(folder, config, settings, listener, ready))
+        return asyncio.run(life.serve(folder, config, settings, listener, ready))
     finally:
         progress.stop()
 

@@ -14,11 +14,11 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.config import MAX_BODY_BYTES
 from engine.errors import RequestError
 from engine.metrics import FrontCounters
 
-_DRAINED_BYTES = 4 * MAX_BODY_BYTES
+# So much more than its limit is read of a body and thrown away, so that its sender gets to read the refusal.
+_DRAINED = 4
 
 T = TypeVar("T")
 Begin = Callable[[bytes], Coroutine[object, object, Response]]
@@ -29,13 +29,17 @@ class ClientGone(Exception):
     """The client closed its connection before its answer was complete."""
 
 
-async def answer(counters: FrontCounters, http: HTTPRequest, begin: Begin) -> Response:
+class Broken(Exception):
+    """A stream that must break off, because its form has no place for an error."""
+
+
+async def answer(counters: FrontCounters, http: HTTPRequest, begin: Begin, max_body_bytes: int) -> Response:
     """Read the body, let `begin` answer it, and count how that went. A client that leaves cancels `begin`."""
     counters.http_requests += 1
     counters.http_open += 1
     streaming = False
     try:
-        data = await _read_body(http)
+        data = await _read_body(http, max_body_bytes)
         response = await unless_gone(http.receive, begin(data))
         streaming = isinstance(response, Stream)
         return response
@@ -56,22 +60,22 @@ async def answer(counters: FrontCounters, http: HTTPRequest, begin: Begin) -> Re
             counters.http_open -= 1
 
 
-async def _read_body(http: HTTPRequest) -> bytes:
+async def _read_body(http: HTTPRequest, limit: int) -> bytes:
     """The whole body; RequestError (413) beyond the limit, of which some is read away so that the client sees the answer."""
     length = http.headers.get("content-length", "0")
     promised = int(length) if length.isdecimal() else 0
     parts: list[bytes] = []
     read = 0
-    if promised <= _DRAINED_BYTES:
+    if promised <= _DRAINED * limit:
         async for part in http.stream():
             read += len(part)
-            if read <= MAX_BODY_BYTES:
+            if read <= limit:
                 parts.append(part)
-            elif read > _DRAINED_BYTES:
+            elif read > _DRAINED * limit:
                 break
-    if max(read, promised) > MAX_BODY_BYTES:
+    if max(read, promised) > limit:
         raise RequestError(
-            f"the body has {max(read, promised)} bytes; this server takes {MAX_BODY_BYTES}",
+            f"the body has {max(read, promised)} bytes; this server takes {limit} (--max-body-mb {limit >> 20})",
             code="too_large",
             status=413,
         )
@@ -100,7 +104,7 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T
 class Stream(Response):
     """Chunks as they are made. The engine never waits for a slow reader; a reader that leaves closes `chunks`.
 
-    `chunks` puts its own failures into the stream, and cancels its requests when it is closed.
+    `chunks` puts its own failures into the stream or raises Broken, and cancels its requests when it is closed.
     """
 
     def __init__(self, counters: FrontCounters, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
@@ -115,6 +119,8 @@ class Stream(Response):
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
             self.counters.http_disconnected += 1
+        except Broken:
+            pass  # Without its last chunk the body is incomplete, and its reader sees that.
         finally:
             self.counters.http_open -= 1
             await self.chunks.aclose()

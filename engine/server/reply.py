@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import base64
-import io
-import wave
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
+from starlette.responses import Response
 
 from engine.detokenize import Detokenizer
 from engine.errors import RequestError
 from engine.request import Event, Usage
 from engine.server.protocol import GenerateFields
+from engine.server.sound import SAMPLE_RATE, WAV, encoded
 
-SAMPLE_RATE = 24000
-_SAMPLE_BYTES = 2
+JSON, LINES = "application/json", "application/x-ndjson"
 
 Line = dict[str, object]
 
 
 def error_body(error: RequestError) -> bytes:
     """The JSON text of a refusal or a failure."""
-    return msgspec.json.encode(_error(error.message, error.field, error.code))
-
-
-def failure_line(message: str) -> bytes:
-    """The last line of a stream that failed after it had begun."""
-    return msgspec.json.encode(_error(message, None, "engine")) + b"\n"
-
-
-def _error(message: str, field_name: str | None, code: str) -> Line:
-    return {"error": {"message": message, "field": field_name, "code": code}}
+    return msgspec.json.encode({"error": {"message": error.message, "field": error.field, "code": error.code}})
 
 
 @dataclass(slots=True)
-class Reply:
-    """One request's answer in the making. Each event goes either through `lines` or through `add`, once, in order."""
+class GenerateReply:
+    """One request's answer in the making, as engine/server/respond.py asks for it."""
 
+    stream_type: ClassVar[str] = LINES
     fields: GenerateFields
     detokenizer: Detokenizer
     finish_reason: str | None = None
@@ -49,8 +41,9 @@ class Reply:
     _pcm: list[bytes] = field(default_factory=list)
     _codes: list[list[int]] = field(default_factory=list)
     _frames: int = 0
+    _last: Event | None = None
 
-    def lines(self, event: Event) -> bytes:
+    def chunk(self, place: int, event: Event) -> bytes:
         """The lines that an event makes, each with its line end; none if it holds nothing that was asked for."""
         text = self._step(event)
         line = self._text_part(event, text) | self._audio_part(event)
@@ -59,8 +52,17 @@ class Reply:
             made.append({"finished": True, **self._end(event)})
         return b"".join(msgspec.json.encode(one) + b"\n" for one in made)
 
-    def add(self, event: Event) -> None:
+    def end(self) -> bytes:
+        """Nothing: the last event's line ends the stream."""
+        return b""
+
+    def failure(self, error: RequestError) -> bytes:
+        """The last line of a stream that fails."""
+        return error_body(error) + b"\n"
+
+    def add(self, place: int, event: Event) -> None:
         """Keep what an event brought for the one object at the end."""
+        self._last = event
         self._text.append(self._step(event))
         self._token_ids += event.token_ids
         self._logprobs += _logprobs(event)
@@ -69,21 +71,23 @@ class Reply:
         self._codes += event.codes
         self._frames += event.frames
 
-    def whole(self, last: Event) -> bytes:
-        """The one object of a reply that is not streamed; `last` is the event that closed the request."""
+    def whole(self) -> Response:
+        """The one object of a reply that is not streamed."""
         texts = "text" in self.fields.output
         found: Line = {"text": "".join(self._text) if texts else "", "token_ids": self._token_ids if texts else []}
         if self.fields.top_logprobs:
             found["logprobs"] = self._logprobs
         if self.fields.trace:
             found["trace"] = self._trace
-        return msgspec.json.encode(found | {"audio": self._whole_audio(), **self._end(last)})
+        assert self._last is not None
+        found |= {"audio": self._whole_audio(), **self._end(self._last)}
+        return Response(msgspec.json.encode(found), media_type=JSON)
 
     def _step(self, event: Event) -> str:
         """Take note of an event; returns the text that it completes."""
         self.finish_reason = event.finish_reason or self.finish_reason
         self.audio_finish_reason = event.audio_finish_reason or self.audio_finish_reason
-        text = self.detokenizer.push(event.token_ids)
+        text = self.detokenizer.push(event.token_ids, event.shown_bytes)
         return text + self.detokenizer.finish() if event.finish_reason or event.done else text
 
     def _text_part(self, event: Event, text: str) -> Line:
@@ -106,7 +110,7 @@ class Reply:
     def _whole_audio(self) -> Line | None:
         if "audio" not in self.fields.output:
             return None
-        data = base64.b64encode(_wav(b"".join(self._pcm))).decode("ascii")
+        data = base64.b64encode(encoded(b"".join(self._pcm), WAV)).decode("ascii")
         codes = {"codes": self._codes} if self._wants_codes else {}
         return {"data": data, "sample_rate": SAMPLE_RATE, "frames": self._frames, **codes}
 
@@ -123,7 +127,7 @@ class Reply:
 
 
 def _logprobs(event: Event) -> list[object]:
-    return [{"token_ids": top.token_ids, "logprobs": top.logprobs} for top in event.logprobs]
+    return [{"logprob": step.chosen, "token_ids": step.token_ids, "logprobs": step.logprobs} for step in event.logprobs]
 
 
 def _trace(event: Event) -> list[object]:
@@ -140,14 +144,3 @@ def _usage(usage: Usage) -> dict[str, int | float]:
         "audio_samples": usage.audio_samples,
         "audio_seconds_out": usage.audio_samples / SAMPLE_RATE,
     }
-
-
-def _wav(pcm: bytes) -> bytes:
-    """A WAV file of 16-bit mono samples."""
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as out:
-        out.setnchannels(1)
-        out.setsampwidth(_SAMPLE_BYTES)
-        out.setframerate(SAMPLE_RATE)
-        out.writeframes(pcm)
-    return buffer.getvalue()

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 import engine
-from engine.client import Add, AskCounters, Cancel, Counters, Events, Failed, Hello, News, Order, Refused
+from engine.client import Add, AskCounters, Beat, Cancel, Counters, Events, Failed, Hello, News, Order, Refused
 from engine.config import EngineSettings, SettingError
 from engine.errors import RequestError, WalkgateError
 from engine.request import Event
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_CANNOT_SERVE, EXIT_FAULT = 0, 1, 70
 _IDLE_MS = 500
+_BEAT_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("walkgate.engine")
@@ -43,6 +44,8 @@ class Worker:
     socket: zmq.Socket[bytes]
     engine: Engine
     parent: int
+    _told_at: float = field(default=0.0, init=False)
+    _told_steps: int = field(default=0, init=False)
 
     def run(self) -> None:
         """Serve until the front says Shutdown or is gone. What `step` raises ends the process: it is no one request's fault."""
@@ -52,7 +55,9 @@ class Worker:
             if self.socket.poll(0 if self.engine.has_work else _IDLE_MS) and not self._take_all(decoder):
                 return
             if self.engine.has_work:
-                self._send_events(self.engine.step())
+                events = self.engine.step()
+                with self.engine.phases("emit"):
+                    self._tell(events)
 
     def _take_all(self, decoder: msgspec.msgpack.Decoder[Order]) -> bool:
         """Follow every order that has arrived; False after a Shutdown."""
@@ -81,9 +86,16 @@ class Worker:
             self.engine.cancel(request_id)
             self._send(Refused(request_id, f"{type(error).__name__}: {error}", None, "engine", 500))
 
-    def _send_events(self, events: list[Event]) -> None:
+    def _tell(self, events: list[Event]) -> None:
+        """Send what a turn made, or a Beat when none was told of for a while: only if steps ran, so a wedge is silence."""
+        if not events and time.monotonic() - self._told_at < _BEAT_S:
+            return
+        steps = sum(lane.counters["steps"] for lane in self.engine.loop.lanes)
         if events:
             self._send(Events(events))
+        elif steps > self._told_steps:
+            self._send(Beat())
+        self._told_at, self._told_steps = time.monotonic(), steps
 
     def _send(self, news: News) -> None:
         self.socket.send(msgspec.msgpack.encode(news))
@@ -103,14 +115,17 @@ def _tie_to_parent() -> None:
 def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     import torch
 
+    from engine.detokenize import TokenBytes
     from engine.engine import Engine
+    from engine.model.chat import load_tokenizer
     from engine.model.omni import load_model
 
     torch.set_num_threads(settings.threads)
     dtype: torch.dtype = getattr(torch, settings.dtype)
+    token_bytes = TokenBytes(load_tokenizer(model_folder))
     model = load_model(model_folder, device=settings.device, dtype=dtype, chunk_frames=settings.chunk_frames)
     try:
-        return Engine(model, settings), model.weights_digest
+        return Engine(model, settings, token_bytes.of), model.weights_digest
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine.errors import CheckpointError, RequestError
-from engine.model.chat import ChatTemplate, load_tokenizer
+from engine.model.chat import AUDIO_PART, ChatTemplate, load_tokenizer, text_part
 from engine.model.clips import decode, log_mel, mel_filters
 from engine.model.config import OmniConfig
 from engine.model.processor import Inputs, Processor, Unwanted, max_audio_seconds, user_tokens
@@ -101,6 +102,49 @@ def test_text_becomes_a_user_turn_and_an_open_answer(processor: Processor):
     ids = processor.config.ids
     assert done.prompt_ids[:2] == [ids.im_start, ids.system]
     assert done.prompt_ids[-3:-1] == [ids.im_start, ids.assistant]
+
+
+def test_a_conversation_is_rendered_turn_by_turn_with_audio_in_any_user_turn(processor: Processor):
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": [text_part("One"), AUDIO_PART]},
+        {"role": "assistant", "content": "Two"},
+        {"role": "user", "content": [AUDIO_PART, text_part("Three")]},
+    ]
+    clips = [audio_file(tone(1.0)), audio_file(tone(2.57))]
+    done = processor.complete(DRAFT, Inputs(messages=messages, audio=clips))
+    pad = processor.config.ids.audio
+    assert [clip.tokens for clip in done.clips] == [13, 34]
+    runs = [(token, len(list(same))) for token, same in groupby(done.prompt_ids)]
+    assert [length for token, length in runs if token == pad] == [13, 34]
+    shown = processor.tokenizer.decode([token for token in done.prompt_ids if token != pad], skip_special_tokens=False)
+    audio = "<|audio_start|><|audio_end|>"
+    assert shown == (
+        f"<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nOne{audio}<|im_end|>\n"
+        f"<|im_start|>assistant\nTwo<|im_end|>\n<|im_start|>user\n{audio}Three<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_bare_prompt_gets_no_template(processor: Processor):
+    done = processor.complete(DRAFT, Inputs(prompt="The sea"))
+    assert done.prompt_ids == processor.tokenizer.encode("The sea").ids
+    with pytest.raises(RequestError, match="prompt is empty"):
+        processor.complete(DRAFT, Inputs(prompt=""))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        Inputs(messages=[{"role": "user", "content": "x" * 2_000_000}]),
+        Inputs(messages=[{"role": "user", "content": [text_part("a"), text_part("x" * 2_000_000)]}]),
+        Inputs(prompt="x" * 2_000_000),
+    ],
+    ids=["a message", "a part", "a prompt"],
+)
+def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(processor: Processor, inputs: Inputs):
+    with pytest.raises(RequestError, match="2000000 characters") as refused:
+        processor.complete(DRAFT, inputs)
+    assert refused.value.field == inputs.prompt_field
 
 
 @pytest.mark.hf

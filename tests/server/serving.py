@@ -64,11 +64,11 @@ class Server:
         assert status == 200, answer
         return [json.loads(line) for line in answer.splitlines()]
 
-    def open_stream(self, **body: object) -> http.client.HTTPResponse:
+    def open_stream(self, path: str = "/generate", **body: object) -> http.client.HTTPResponse:
         """A stream of which nothing has been read; close its socket to go away."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = json.dumps(body | {"stream": True}).encode()
-        connection.request("POST", "/generate", data, {"Content-Type": "application/json"})
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
         return connection.getresponse()
 
     def metrics(self) -> dict[str, float]:

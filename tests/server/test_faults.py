@@ -34,10 +34,10 @@ def planted(tmp_path: Path, after: str, code: str, name: str = "engine.py") -> P
 
 
 @contextmanager
-def served(tree: Path, model: Path, log: Path) -> Iterator[Server]:
-    words = [sys.executable, "-m", "engine.server.cli", "serve", str(model), "--port", "0"]
+def served(tree: Path, model: Path, log: Path, *words: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "engine.server.cli", "serve", str(model), "--port", "0", *words]
     with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=out, cwd=tree, env=environment(PYTHONPATH=str(tree)))
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=tree, env=environment(PYTHONPATH=str(tree)))
     try:
         yield Server(process, 0, log)
     finally:

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from engine.detokenize import TokenBytes
+from engine.model.omni import OmniModel, load_model
+from engine.request import Sampling
+from tests.naive import cut_at, generate
 from tests.server.serving import Server, audio_file, base64_text, multipart, tone
 
 PROMPT = "Tell me how the sea sounds at night."
@@ -31,9 +35,18 @@ def wav_pcm(data: str) -> bytes:
         return file.readframes(file.getnframes())
 
 
-def test_text_is_the_tokens_decoded_and_usage_counts_them(server: Server, tiny_checkpoint: Path):
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> OmniModel:
+    return load_model(tiny_checkpoint)
+
+
+def test_text_is_the_tokens_decoded_and_usage_counts_them(server: Server, tokenizer: Tokenizer):
     answer = server.answer(text=PROMPT, max_tokens=24, ignore_eos=True)
-    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     prompt = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     assert len(answer["token_ids"]) == 24
     assert answer["text"] == tokenizer.decode(answer["token_ids"])
@@ -63,6 +76,22 @@ def test_a_stream_brings_what_the_single_object_holds(server: Server):
     assert [line for line in lines if line.get("finished")] == lines[-1:]
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 20])
+def test_as_many_log_probabilities_come_as_are_asked_for_with_that_of_the_chosen_token(server: Server, count: int):
+    body = {"text": PROMPT, "max_tokens": 8, "ignore_eos": True, "temperature": 1.5, "seed": 3}
+    answer = server.answer(**body, top_logprobs=count)
+    assert answer["token_ids"] == server.answer(**body)["token_ids"]
+    assert [len(step["token_ids"]) for step in answer["logprobs"]] == [count] * 8
+    for token, step in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        assert step["logprobs"] == sorted(step["logprobs"], reverse=True)
+        if token in step["token_ids"]:
+            assert step["logprob"] == step["logprobs"][step["token_ids"].index(token)]
+        else:
+            assert step["logprob"] <= step["logprobs"][-1]
+    wide = server.answer(**body, top_logprobs=20)["logprobs"]
+    assert [step["token_ids"] for step in answer["logprobs"]] == [step["token_ids"][:count] for step in wide]
+
+
 def test_greedy_text_is_the_first_of_the_two_likeliest_and_the_trace_counts_its_steps(server: Server):
     answer = server.answer(text=PROMPT, max_tokens=12, ignore_eos=True, top_logprobs=2, trace=True)
     assert [top["token_ids"][0] for top in answer["logprobs"]] == answer["token_ids"]
@@ -76,8 +105,7 @@ def test_log_probabilities_and_traces_come_only_when_asked_for(server: Server):
     assert not {"logprobs", "trace"} & server.answer(text=PROMPT, max_tokens=2).keys()
 
 
-def test_ids_as_given_are_the_prompt_and_the_system_turn_changes_it(server: Server, tiny_checkpoint: Path):
-    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+def test_ids_as_given_are_the_prompt_and_the_system_turn_changes_it(server: Server, tokenizer: Tokenizer):
     turns = f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode(turns).ids
     by_ids = server.answer(prompt_token_ids=ids, max_tokens=16)
@@ -101,6 +129,128 @@ def test_a_seed_decides_what_is_sampled(server: Server):
     ]
     assert sampled[0] == sampled[1]
     assert sampled[0]["token_ids"] != sampled[2]["token_ids"]
+
+
+EVERY_WISH = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.3,
+    "presence_penalty": -0.2,
+    "logit_bias": {"65": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"temperature": 1.0, "min_p": 0.9},
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 1.5},
+        {"presence_penalty": -2.0},
+        {"logit_bias": {"65": 1.5, "410": -100.0}},
+        EVERY_WISH,
+    ],
+    ids=lambda wish: " ".join(wish),
+)
+def test_each_way_to_choose_a_token_is_the_naive_loops_and_moves_tokens(
+    server: Server, tokenizer: Tokenizer, model: OmniModel, wish: dict
+):
+    ids = tokenizer.encode(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n").ids
+    body = {"prompt_token_ids": ids, "max_tokens": 48, "ignore_eos": True, "seed": 9}
+    bias = {int(token): value for token, value in wish.get("logit_bias", {}).items()}
+    sampling = Sampling(**wish | {"logit_bias": bias, "seed": 9})
+    tokens = server.answer(**body, **wish)["token_ids"]
+    assert tokens == generate(model, ids, [], 48, sampling=sampling, ignore_eos=True).token_ids
+    assert tokens != server.answer(**body, temperature=wish.get("temperature", 0.0))["token_ids"]
+
+
+# --- Stop strings and stop tokens ---
+
+SPELL = {"text": PROMPT, "ignore_eos": True, "logit_bias": {"195": 100, "169": 100}, "frequency_penalty": 1.0}
+"""Text of the two bytes of "é" only, in an order that the model's logits and the penalty decide."""
+
+
+def expected_cut(of: TokenBytes, ids: list[int], stop: list[str]) -> tuple[int, str] | None:
+    """How many of `ids` a text that is cut at `stop` takes, and that text."""
+    for count in range(1, len(ids) + 1):
+        data = b"".join(map(of.of, ids[:count]))
+        if (cut := cut_at(data, stop)) is not None:
+            return count, data[:cut].decode(errors="replace")
+    return None
+
+
+def assert_cut(server: Server, body: dict, stop: list[str], count: int, text: str) -> None:
+    """The whole answer and the stream take `count` tokens and show `text`; a stream shows nothing that it takes back."""
+    whole, lines = server.answer(**body, stop=stop), server.lines(**body, stop=stop)
+    assert (whole["finish_reason"], whole["text"], len(whole["token_ids"])) == ("stop", text, count)
+    assert whole["usage"]["completion_tokens"] == count
+    assert "".join(line.get("text", "") for line in lines) == text
+    assert joined(lines, "token_ids") == whole["token_ids"]
+    assert lines[-1]["finish_reason"] == "stop"
+
+
+def spelled(tokenizer: Tokenizer, ids: list[int], tokens: int) -> list[tuple[int, str]]:
+    """Each run of `tokens` tokens of `ids` that is whole characters and not only blanks: where it ends, and its text."""
+    of, runs = TokenBytes(tokenizer), []
+    for end in range(tokens, len(ids) + 1):
+        pieces = [of.of(token) for token in ids[end - tokens : end]]
+        text = b"".join(pieces).decode(errors="replace")
+        if all(pieces) and "\ufffd" not in text and text.strip():
+            runs.append((end, text))
+    return runs
+
+
+def test_a_stop_string_over_three_tokens_ends_the_text_where_it_begins(server: Server, tokenizer: Tokenizer):
+    body = {"text": PROMPT, "max_tokens": 64, "ignore_eos": True}
+    ids = server.answer(**body)["token_ids"]
+    runs = spelled(tokenizer, ids, 3)
+    assert runs
+    for _, stop in runs[:4]:
+        wanted = expected_cut(TokenBytes(tokenizer), ids, [stop])
+        assert wanted is not None
+        assert_cut(server, body, [stop], *wanted)
+
+
+def test_a_stop_string_at_the_limit_still_stops_and_one_token_less_shows_what_it_had(
+    server: Server, tokenizer: Tokenizer
+):
+    body = {"text": PROMPT, "ignore_eos": True}
+    ids = server.answer(**body, max_tokens=64)["token_ids"]
+    (_, stop) = spelled(tokenizer, ids, 3)[0]
+    count, text = expected_cut(TokenBytes(tokenizer), ids, [stop])
+    assert_cut(server, body | {"max_tokens": count}, [stop], count, text)
+    short = server.answer(**body, max_tokens=count - 1, stop=stop)
+    assert short["finish_reason"] == "length"
+    assert short["text"] == tokenizer.decode(ids[: count - 1])
+
+
+def test_a_character_of_two_tokens_is_cut_whole(server: Server, tokenizer: Tokenizer):
+    body = SPELL | {"max_tokens": 24}
+    ids = server.answer(**body)["token_ids"]
+    assert set(ids) == {195, 169}
+    count, text = expected_cut(TokenBytes(tokenizer), ids, ["é"])
+    assert_cut(server, body, ["é"], count, text)
+    count, text = expected_cut(TokenBytes(tokenizer), ids, ["éé", "é\n"])
+    assert_cut(server, body, ["é\n", "éé"], count, text)
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(server: Server):
+    body = {"text": PROMPT, "max_tokens": 20, "ignore_eos": True}
+    assert server.answer(**body, stop=["no such words", "\u2603"]) == server.answer(**body)
+
+
+def test_a_stop_token_ends_the_text_and_is_not_shown(server: Server, tokenizer: Tokenizer):
+    body = {"text": PROMPT, "max_tokens": 20, "ignore_eos": True}
+    ids = server.answer(**body)["token_ids"]
+    token = ids[9]
+    end = ids.index(token)
+    whole, lines = server.answer(**body, stop_token_ids=[token, 3]), server.lines(**body, stop_token_ids=[token, 3])
+    assert (whole["finish_reason"], whole["token_ids"]) == ("stop", ids[: end + 1])
+    assert whole["text"] == tokenizer.decode(ids[:end]) == "".join(line.get("text", "") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +314,7 @@ def test_audio_may_stand_alone_without_text(server: Server):
     )
 
 
-def test_one_placeholder_and_the_exact_run_mean_the_same_audio(server: Server, tiny_checkpoint: Path):
-    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+def test_one_placeholder_and_the_exact_run_mean_the_same_audio(server: Server, tokenizer: Tokenizer):
     turn = "<|im_start|>user\n<|audio_start|>{}<|audio_end|>Listen.<|im_end|>\n<|im_start|>assistant\n"
     one, full = (tokenizer.encode(turn.format("<|audio_pad|>" * count)).ids for count in (1, 13))
     audio = base64_text(audio_file(tone(1.0)))
@@ -234,9 +383,9 @@ def test_info_says_what_is_served(server: Server, tiny_checkpoint: Path):
     assert info["source_root"] == str(REPOSITORY)
     assert info["source_digest"] == source_digest(package_folder())
     assert info["weights_digest"] == weights_digest(tiny_checkpoint)
-    assert info["api"] == ["generate/1"]
+    assert info["api"] == ["generate/1", "openai/1"]
     assert info["tasks"] == ["T2T", "A2T", "T2S", "A2S"]
-    assert info["switches"] == dict.fromkeys(SWITCHES, True)
+    assert info["switches"] == dict.fromkeys(SWITCHES, True) | {"launch_ahead": False}  # as on every CPU
     assert info["limits"]["max_model_len"] == 4096
     assert info["limits"]["max_audio_seconds"] == 313
     assert info["device"] == "cpu"

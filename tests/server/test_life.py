@@ -11,15 +11,16 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from engine.config import EngineSettings
+from engine.config import ServerSettings
 from engine.errors import WalkgateError
 from engine.model.config import OmniConfig
-from engine.server import front
+from engine.server import life
 from engine.server.cli import _listen
 from tests.server.serving import (
     Server,
@@ -107,7 +108,10 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: Server):
     before = server.metrics()
     with raw_request(server, body | {"speech": speech}, receive_buffer=4096) as slow:
         assert wait_until(lambda: server.metrics()["frames_total"] > before["frames_total"], 10)
-        assert server.answer(text="Quick.", max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"] == 4
+        with ThreadPoolExecutor(8) as others:
+            quick = [others.submit(server.answer, text="Quick.", max_tokens=40, ignore_eos=True) for _ in range(8)]
+            assert [one.result(30)["usage"]["completion_tokens"] for one in quick] == [40] * 8
+        assert server.metrics()["requests_running"] == 1
         # The engine ends the request although its reader has taken next to nothing of it: the front holds the rest.
         assert wait_until(lambda: server.metrics()["requests_running"] == 0, 60)
         assert server.metrics()["http_open"] == 1
@@ -136,7 +140,7 @@ def test_a_request_that_can_never_fit_the_pages_is_a_400_and_not_a_hang(tiny_che
 def test_switches_show_in_info_and_leave_the_text_alone(server: Server, tiny_checkpoint: Path, tmp_path: Path):
     with serving(tiny_checkpoint, tmp_path / "log", "--disable", "batching, text_walk") as other:
         switches = other.get("/info")[1]["switches"]
-        assert sorted(name for name, on in switches.items() if not on) == ["batching", "text_walk"]
+        assert sorted(name for name, on in switches.items() if not on) == ["batching", "launch_ahead", "text_walk"]
         body = {"text": "What changes?", "max_tokens": 12, "ignore_eos": True}
         assert other.answer(**body) == server.answer(**body)
 
@@ -166,9 +170,8 @@ def test_health_says_starting_before_it_says_ok(tiny_checkpoint: Path, tmp_path:
         assert seen[-1] == (200, "ok")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_ends_streams_with_an_error_and_the_process_with_0(
-    tiny_checkpoint: Path, tmp_path: Path, number: signal.Signals
+def test_an_interrupt_under_load_ends_streams_with_an_error_and_the_process_with_0(
+    tiny_checkpoint: Path, tmp_path: Path
 ):
     with serving(tiny_checkpoint, tmp_path / "log") as server:
         engine = server.engine_pid()
@@ -176,7 +179,7 @@ def test_a_signal_under_load_ends_streams_with_an_error_and_the_process_with_0(
         for reply in replies:
             reply.readline()
         began = time.monotonic()
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGINT)
         last = [json.loads(reply.read().splitlines()[-1]) for reply in replies]
         assert [line["error"]["message"] for line in last] == ["the server is shutting down"] * 4
         assert server.process.wait(10) == 0
@@ -199,14 +202,21 @@ def test_a_signal_to_the_whole_process_group_is_a_clean_end_too(tiny_checkpoint:
     assert wait_until(lambda: gone(engine), 2)
 
 
-def test_an_engine_that_is_killed_fails_its_streams_and_ends_the_server_with_70(tiny_checkpoint: Path, tmp_path: Path):
+def test_an_engine_that_is_killed_fails_its_streams_within_two_seconds_and_ends_the_server_with_70(
+    tiny_checkpoint: Path, tmp_path: Path
+):
     with serving(tiny_checkpoint, tmp_path / "log") as server:
-        reply = server.open_stream(**LONG)
-        reply.readline()
+        replies = [server.open_stream(**LONG) for _ in range(2)]
+        chat = LONG | {"model": "tiny-checkpoint", "messages": [{"role": "user", "content": "Count."}]}
+        del chat["text"]
+        replies.append(server.open_stream("/v1/chat/completions", **chat))
+        for reply in replies:
+            reply.readline()
         began = time.monotonic()
         os.kill(server.engine_pid(), signal.SIGKILL)
-        last = json.loads(reply.read().splitlines()[-1])
-        assert last["error"]["message"] == "the engine process ended by signal 9"
+        last = [json.loads(reply.read().strip().splitlines()[-1].removeprefix(b"data: ")) for reply in replies]
+        assert time.monotonic() - began < 2
+        assert [line["error"]["message"] for line in last] == ["the engine process ended by signal 9"] * 3
         assert server.get("/health") == (503, {"status": "dead"})
         status, answer = server.post({"text": "a"})
         assert (status, answer["error"]["code"]) == (503, "dead")
@@ -278,6 +288,10 @@ def test_a_port_in_use_is_one_line_and_1(server: Server, tiny_checkpoint: Path):
         (("serve", "--device", "cuda:x"), 64, "--device 'cuda:x' is not served yet"),
         (("serve", "--device", "cuda"), 64, "--device 'cuda' is not served yet"),
         (("serve", "--prot", "1"), 64, "--prot"),
+        (("serve", "--max-queue", "-1"), 64, "--max-queue"),
+        (("serve", "--wedge-seconds", "nan"), 64, "--wedge-seconds must be above 0, is nan"),
+        (("serve", "--drain-seconds", "-1"), 64, "--drain-seconds must be at least 0, is -1"),
+        (("serve", "--api-key", ""), 64, "a key of --api-key or WALKGATE_API_KEY is empty"),
         (("serv",), 64, "serv"),
         (("tiny",), 64, "--out"),
         (("tiny", "--out", "tests"), 64, "not an empty folder"),
@@ -297,6 +311,12 @@ def test_a_model_len_beyond_the_model_is_refused(tiny_checkpoint: Path):
     assert "--model-len 5000 is more than the model's 4096 positions" in done.stderr
 
 
+def test_more_audio_than_the_model_holds_is_refused(tiny_checkpoint: Path):
+    done = run("serve", str(tiny_checkpoint), "--port", "0", "--model-len", "1024", "--max-audio-seconds", "78")
+    assert done.returncode == 64
+    assert "--max-audio-seconds 78 is more than the 77 s that 1024 tokens hold" in done.stderr
+
+
 def test_a_folder_without_weights_ends_with_the_reason(tiny_checkpoint: Path, tmp_path: Path):
     for file in tiny_checkpoint.iterdir():
         if file.name != "model.safetensors":
@@ -311,8 +331,8 @@ def test_an_http_side_that_fails_ends_the_server_with_the_reason(tiny_checkpoint
     listener = socket.socket()
     listener.close()
     children = set(psutil.Process().children())
-    serving_it = front.serve(
-        tiny_checkpoint, OmniConfig.load(tiny_checkpoint), EngineSettings(), listener, lambda _: pytest.fail("ready")
+    serving_it = life.serve(
+        tiny_checkpoint, OmniConfig.load(tiny_checkpoint), ServerSettings(), listener, lambda _: pytest.fail("ready")
     )
     with pytest.raises(WalkgateError, match=r"the HTTP server ended: .*Bad file descriptor"):
         asyncio.run(asyncio.wait_for(serving_it, 60))

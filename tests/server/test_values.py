@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import typer
 
-from engine.config import EngineSettings, SettingError, cache_folder, child_environment, default_dtype, parse_switches
+from engine.config import (
+    SWITCHES,
+    EngineSettings,
+    ServerSettings,
+    SettingError,
+    api_keys,
+    cache_folder,
+    child_environment,
+    default_dtype,
+    switches_off,
+)
 from engine.metrics import FrontCounters, prometheus_text
+from engine.server import cli, front
 from engine.server.source import git_commit, source_digest, versions
 from tests.server.serving import environment
 from tests.shared import REPOSITORY
 
 
 def test_switch_names_are_split_and_an_unknown_one_is_told_with_the_list():
-    assert parse_switches(" batching , text_walk,") == {"batching", "text_walk"}
-    assert parse_switches("") == frozenset()
-    with pytest.raises(SettingError, match=r"no switch is called 'bat'; there are text_walk, .*batching"):
-        parse_switches("batching,bat")
+    assert switches_off("gpu", " batching , text_walk,", "") == {"batching", "text_walk"}
+    assert switches_off("gpu", "", "") == frozenset()
+    with pytest.raises(SettingError, match=r"--disable: no switch is called 'bat'; there are text_walk, .*batching"):
+        switches_off("gpu", "batching,bat", "")
+    with pytest.raises(SettingError, match="--enable: no switch is called 'ahead'"):
+        switches_off("gpu", "", "ahead")
     with pytest.raises(SettingError, match="no switch is called 'x'"):
         EngineSettings(disabled=frozenset({"x"}))
+
+
+def test_a_cpu_runs_nothing_ahead_unless_told_so():
+    assert switches_off("cpu", "", "") == {"launch_ahead"}
+    assert switches_off("cpu", "batching", "launch_ahead") == {"batching"}
+    with pytest.raises(SettingError, match="--enable and --disable both name launch_ahead"):
+        switches_off("cpu", "launch_ahead", "launch_ahead")
 
 
 @pytest.mark.parametrize(
@@ -32,12 +55,72 @@ def test_switch_names_are_split_and_an_unknown_one_is_told_with_the_list():
         ({"max_model_len": 0}, "--model-len must be at least 1, is 0"),
         ({"kv_pages": -1}, "--kv-pages must be at least 1, is -1"),
         ({"threads": 0}, "--threads must be at least 1, is 0"),
+        ({"max_batch": 0}, "--max-batch must be at least 1, is 0"),
+        ({"max_batch": 4097}, "--max-batch must be at most 4096, is 4097"),
         ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16, is 'int8'"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(wrong: dict, words: str):
     with pytest.raises(SettingError, match=words):
         EngineSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_queue": -1}, "--max-queue must be at least 0, is -1"),
+        ({"max_body_mb": 0}, "--max-body-mb must be 1 to 4096, is 0"),
+        ({"max_body_mb": 5000}, "--max-body-mb must be 1 to 4096, is 5000"),
+        ({"max_audio_seconds": 0}, "--max-audio-seconds must be at least 1, is 0"),
+        ({"wedge_seconds": 0.0}, "--wedge-seconds must be above 0, is 0"),
+        ({"wedge_seconds": math.nan}, "--wedge-seconds must be above 0, is nan"),
+        ({"drain_seconds": -0.5}, "--drain-seconds must be at least 0, is -0.5"),
+        ({"drain_seconds": math.inf}, "--drain-seconds must be at least 0, is inf"),
+        ({"served_model_name": " "}, "--served-model-name is empty"),
+        ({"api_keys": ("good", "")}, "a key of --api-key or WALKGATE_API_KEY is empty"),
+        ({"api_keys": ("two\nlines",)}, "a key of --api-key or WALKGATE_API_KEY is empty"),
+        ({"api_keys": (" spaced",)}, "a key of --api-key or WALKGATE_API_KEY is empty"),
+    ],
+)
+def test_a_setting_of_the_front_that_cannot_be_is_refused(wrong: dict, words: str):
+    with pytest.raises(SettingError, match=words) as caught:
+        ServerSettings(**wrong)
+    assert "two" not in str(caught.value)
+
+
+def test_the_limits_of_a_server_follow_from_its_settings():
+    settings = ServerSettings(engine=EngineSettings(max_batch=8), max_queue=3, max_body_mb=2)
+    assert (settings.max_open, settings.max_body_bytes) == (11, 2 * 1024 * 1024)
+
+
+def test_keys_come_from_flags_and_the_environment_and_reach_no_child(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WALKGATE_API_KEY", " a1,b2 , ,")
+    assert api_keys(["c3"]) == ("c3", "a1", "b2")
+    assert "WALKGATE_API_KEY" not in child_environment(Path("/tree"))
+    assert "c3" not in repr(ServerSettings(api_keys=("c3",)))
+    monkeypatch.setenv("WALKGATE_API_KEY", " ,")
+    with pytest.raises(SettingError, match="WALKGATE_API_KEY is set but holds no key"):
+        api_keys([])
+    monkeypatch.delenv("WALKGATE_API_KEY")
+    assert api_keys([]) == ()
+
+
+def rows(title: str) -> set[str]:
+    """The names in the first column of the table under a heading of docs/configuration.md."""
+    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)`", section, flags=re.MULTILINE))
+
+
+def test_the_manual_has_every_flag_and_every_switch_and_no_other():
+    serve = typer.main.get_command(cli.app).commands["serve"]
+    flags = {name for one in serve.params for name in one.opts if name.startswith("--")}
+    assert rows("Flags of `omni serve`") == flags
+    assert rows("Switches") == set(SWITCHES)
+
+
+def test_the_manual_has_every_stage_of_health():
+    assert rows("Health") == {front.STARTING, front.OK, front.WEDGED, front.DRAINING, front.STOPPING, front.DEAD}
 
 
 def test_settings_survive_the_way_to_the_engine_process():
@@ -108,7 +191,7 @@ def test_totals_are_counters_and_everything_else_is_a_gauge():
     assert "walkgate_http_open 1.0\n" in text
 
 
-@pytest.mark.parametrize("module", ["engine.server.app", "engine.server.front", "engine.server.cli", "engine.client"])
+@pytest.mark.parametrize("module", ["engine.server.app", "engine.server.life", "engine.server.cli", "engine.client"])
 def test_the_front_never_imports_torch_or_transformers(module: str):
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     done = subprocess.run(

@@ -1,0 +1,155 @@
+"""What bodies are checked with: the base of their fields, numbers in range, and errors that name a field. No torch.
+
+Unknown fields, wrong types and values that can't be used are refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import binascii
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from engine.errors import RequestError
+
+_LATER = frozenset({"image", "images", "video", "videos", "image_url", "video_url"})
+_MOST_ERRORS = 5
+_LONGEST_SHOWN = 60
+
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Field(gt=0.0, le=100.0)]
+CountPenalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+MOST_STOPS = 16
+
+Unserved = Mapping[str, tuple[str, Sequence[object]]]
+
+
+class Fields(BaseModel):
+    """Fields of a body, or of an object in it.
+
+    `unserved` are fields that other servers have: what they would ask for, and the values that ask for nothing and so may come.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    unserved: ClassVar[Unserved] = {}
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def checked(kind: type[F], data: bytes) -> F:
+    """Check a body of JSON, in which null means "not given"; RequestError names the field and the fix."""
+    try:
+        value = pydantic_core.from_json(data)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return checked_value(kind, value)
+
+
+def checked_value(kind: type[F], value: dict[str, object]) -> F:
+    """Check what a body held; RequestError names the field and the fix."""
+    given = {name: _without_null(one) for name, one in value.items() if one is not None}
+    for name, (what, neutral) in kind.unserved.items():
+        if name in given and not _is_one_of(given.pop(name), neutral):
+            raise RequestError(f"{name}: {what} not served", field=name, code="not_served")
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False, include_context=False), kind) from None
+
+
+def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
+    # True is no 1 here, though Python says so.
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _without_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_null(one) for name, one in value.items() if one is not None}
+    return [_without_null(one) for one in value] if isinstance(value, list) else value
+
+
+def from_base64(text: str, name: str) -> bytes:
+    """Decode base64, or a `data:` URL of it; RequestError on the field called `name`."""
+    head, comma, _ = text[:200].partition(",")
+    if head.startswith("data:") and comma:
+        if not head.endswith(";base64"):
+            raise RequestError(f"{name} is a data: URL without ;base64", field=name, code="invalid_base64")
+        text = text[len(head) + 1 :]
+    try:
+        # Line breaks are what command line tools put in; anything else outside the alphabet is an error.
+        return binascii.a2b_base64("".join(text.split()).encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise RequestError(f"{name} is not base64 ({error})", field=name, code="invalid_base64") from None
+
+
+def refusal(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> RequestError:
+    """What pydantic found wrong with a body of `kind`, as one error; its field is the first one at fault."""
+    shown = [_sentence(error, kind) for error in errors[:_MOST_ERRORS]]
+    if len(errors) > _MOST_ERRORS:
+        shown.append(f"and {len(errors) - _MOST_ERRORS} more")
+    first = errors[0]
+    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
+    return RequestError("; ".join(shown), field=_place(first) or None, code="missing" if _missing(first) else code)
+
+
+def _missing(error: ErrorDetails) -> bool:
+    return error["type"] == "missing"
+
+
+def _place(error: ErrorDetails) -> str:
+    # Pydantic says "[key]" where it is the name itself that is at fault.
+    parts = (part for part in error["loc"] if part != "[key]")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+
+
+def _sentence(error: ErrorDetails, kind: type[BaseModel]) -> str:
+    place, got = _place(error), error["input"]
+    if error["type"] == "extra_forbidden":
+        return unknown_field(place, _known(kind, error["loc"][:-1]))
+    if _missing(error):
+        return f"{place}: is missing"
+    shown = "" if isinstance(got, dict | list) or len(repr(got)) > _LONGEST_SHOWN else f", got {got!r}"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    lead = "must be " if message != error["msg"] and error["type"] != "value_error" else ""
+    return f"{place or 'the body'}: {lead}{message}{shown}"
+
+
+def unknown_field(place: str, known: Sequence[str]) -> str:
+    """What to say about a field that there is not, among those that are `known` where it stands."""
+    name = place.rpartition(".")[2]
+    if name in _LATER:
+        return f"{place}: image and video input is not served yet; this server takes text and audio"
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+    return f"{place}: no such field; {hint}"
+
+
+def _known(kind: type[BaseModel], path: Sequence[int | str]) -> list[str]:
+    """The fields of the object at `path` inside a body of `kind`."""
+    for name in path:
+        if isinstance(name, str):
+            kind = next(_models(kind.model_fields[name].annotation))
+    return list(kind.model_fields)
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _models(inner)

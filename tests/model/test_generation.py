@@ -1,0 +1,56 @@
+"""Sampling defaults of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.errors import CheckpointError
+from engine.model.generation import Generation
+
+
+def written(folder: Path, content: object) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_without_a_file_or_a_key_text_is_sampled_as_it_is(tmp_path: Path, tiny_checkpoint: Path):
+    plain = Generation(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_new_tokens=2048)
+    assert Generation.load(tmp_path) == Generation.load(tiny_checkpoint) == plain
+
+
+def test_keys_of_the_file_hold_and_null_and_the_talkers_do_not_count(tmp_path: Path):
+    content = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": None,
+        "talker_temperature": 0.9,
+        "do_sample": True,
+    }
+    assert Generation.load(written(tmp_path, content)) == Generation(temperature=0.6, top_k=20, top_p=0.95)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ([], "object"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, content: object, words: str):
+    with pytest.raises(CheckpointError, match=words) as refused:
+        Generation.load(written(tmp_path, content))
+    assert "generation_config.json" in str(refused.value)
+
+
+def test_a_broken_file_is_named(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        Generation.load(tmp_path)
