@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from gate.cell import METRICS, TASKS, Cell
 from gate.markdown import DASH, NOT_TRACED, fold, inline, interval, number, plural, ranged, signed, table
-from gate.record import ArmInfo, RunData, SessionInfo
+from gate.record import PEER_KINDS, ArmInfo, Plan, RunData, SessionInfo
 from gate.stats import percent
-from gate.verdict import SPEED_VERDICTS, CellComparison, Comparisons, throttled_share, values
+from gate.verdict import SPEED_VERDICTS, CellComparison, Comparisons, throttled_share
 from gate.wer import RESAMPLES
 
 _ALL_TASKS = (*TASKS, "I2T", "V2T")
@@ -100,8 +100,7 @@ def _counter_values(run: RunData, found: Comparisons) -> dict[str, dict[str, lis
     gathered: dict[str, dict[str, list[float]]] = {}
     for session in sorted(run.sessions, key=lambda session: session.slot):
         for name, value in session.counters.items():
-            if "gate_client_lag" not in name:
-                gathered.setdefault(name, {}).setdefault(session.arm, []).append(value)
+            gathered.setdefault(name, {}).setdefault(session.arm, []).append(value)
     for row in found.metrics:
         if row.metric in _EXACT_METRICS:
             gathered.setdefault(f"{row.cell} {row.metric}", {}).setdefault(row.arm, []).append(row.value)
@@ -145,7 +144,7 @@ def _by_slot(sessions: Sequence[SessionInfo]) -> list[SessionInfo]:
 
 
 def _metric_row(found: Comparisons, sessions: Sequence[SessionInfo], cell: Cell, name: str) -> list[str]:
-    rows = {row.session: row.value for arm in ("base", "head") for row in values(found.metrics, cell.name, name, arm)}
+    rows = {row.session: row.value for row in found.metrics if (row.cell, row.metric) == (cell.name, name)}
     return [name, METRICS[name].unit, *(number(rows.get(session.id)) for session in _by_slot(sessions))]
 
 
@@ -157,24 +156,27 @@ def _sessions(run: RunData) -> list[str]:
         "load before",
         "held back by quota",
         "others on the machine",
-        "client lag ms",
+        "client lag ms: p50, p99, longest",
         "problems",
     )
-    return fold("Sessions and the machine under them", table(head, rows, right=(1, 2))) if rows else []
+    late = (
+        "Client lag is how late a 10 ms timer of the load client fired while it measured, the worst cell of each session: "
+        "what is well below a latency did not make it."
+    )
+    return fold("Sessions and the machine under them", [*table(head, rows, right=(1, 2)), late, ""]) if rows else []
 
 
 def _session_row(session: SessionInfo) -> list[str]:
     share = throttled_share(session)
     busy = [*_heavy(session.host_before), *_heavy(session.host_after)]
-    lags = [value for name, value in session.counters.items() if "gate_client_lag" in name]
-    lags += session.client_lag_ms.values()
+    worst = max(session.client_lag.values(), key=lambda lag: lag.p99, default=None)
     return [
-        session.id,
+        session.id if session.boots == 1 else f"{session.id} ({session.boots} boots)",
         number(session.boot_seconds, 1),
         number(session.host_before.get("load_1m"), 2),
         NOT_TRACED if share is None else f"{number(100 * share, 1)} %",
         inline(", ".join(sorted(set(busy)))) or "none seen",
-        number(max(lags), 1) if lags else NOT_TRACED,
+        f"{number(worst.p50, 1)}, {number(worst.p99, 1)}, {number(worst.max, 1)}" if worst else NOT_TRACED,
         str(len(session.problems)),
     ]
 
@@ -200,7 +202,8 @@ def _provenance(run: RunData) -> list[str]:
     rows = [
         ["plan", f"{plan.schema}, created {plan.created}, set {plan.set_name}, seed {plan.seed}"],
         *(row for name in arms for row in _arm_rows(next(arm for arm in plan.arms if arm.name == name), run)),
-        ["model", f"{inline(plan.model_path)}, weights {plan.model_digest}"],
+        ["model", _model_words(plan)],
+        ["door", _door_words(run)],
         ["workload", f"hash {plan.workload_hash}; " + (_pairs(plan.workload_counts) or "no counts")],
         ["cells", "; ".join(_cell_words(cell) for cell in plan.cells)],
         ["machine", _machine(run.sessions)],
@@ -208,6 +211,18 @@ def _provenance(run: RunData) -> list[str]:
         ["again", f"`{inline(plan.command or _again(run))}`"],
     ]
     return ["**Provenance**", "", *table(("what", "value"), rows)]
+
+
+def _model_words(plan: Plan) -> str:
+    if not plan.model_path:
+        return "each arm its own; the gate named none"
+    return f"{inline(plan.model_path)}, weights {plan.model_digest}"
+
+
+def _door_words(run: RunData) -> str:
+    if run.plan.door == "generate":
+        return "POST /generate, tokens by their ids"
+    return "POST /v1/chat/completions, tokens counted by usage and compared as text"
 
 
 def _pairs(found: Mapping[str, object]) -> str:
@@ -220,15 +235,33 @@ def _arm_rows(arm: ArmInfo, run: RunData) -> list[list[str]]:
     extras = f", arguments `{inline(' '.join(arm.args))}`" if arm.args else ""
     extras += f", environment {_pairs(arm.env)}" if arm.env else ""
     info = next((s.info for s in _by_slot(run.sessions) if s.arm == arm.name and s.info), {})
+    if arm.kind in PEER_KINDS:
+        return [[arm.name, f"{peer_words(arm, run)}{extras}"], *_server_row(arm.name, info)]
+    return [
+        [arm.name, f"{inline(arm.ref)} ({arm.kind}), {commit}, {state}, source {arm.source_digest}{extras}"],
+        *_server_row(arm.name, info),
+    ]
+
+
+def peer_words(arm: ArmInfo, run: RunData) -> str:
+    """What a peer is and what could not be checked of it."""
+    here = [session for session in _by_slot(run.sessions) if session.arm == arm.name and session.info]
+    what = {"url": "URL", "command": "command"}[arm.kind]
+    known = f"`{inline(arm.ref)}` ({what}), "
+    if not here:
+        return known + f"a peer: no /info, source not checked ({what} arm)"
+    source = here[0].source_digest or "not stated"
+    weights = here[0].weights_digest or "not stated"
+    return known + f"source {source}, not checked ({what} arm), weights {weights}"
+
+
+def _server_row(name: str, info: Mapping[str, object]) -> list[list[str]]:
     versions = info.get("versions")
     switches = info.get("switches")
     known = _pairs(versions) if isinstance(versions, dict) else NOT_TRACED
     off = sorted(key for key, on in switches.items() if not on) if isinstance(switches, dict) else None
     disabled = NOT_TRACED if off is None else ", ".join(off) or "none"
-    return [
-        [arm.name, f"{inline(arm.ref)} ({arm.kind}), {commit}, {state}, source {arm.source_digest}{extras}"],
-        [f"{arm.name} server", f"versions: {known}; switched off: {inline(disabled)}"],
-    ]
+    return [[f"{name} server", f"versions: {known}; switched off: {inline(disabled)}"]]
 
 
 def _cell_words(cell: Cell) -> str:
@@ -257,7 +290,8 @@ def _machine(sessions: Sequence[SessionInfo]) -> str:
 def _again(run: RunData) -> str:
     plan = run.plan
     arms = list({arm.name: arm for arm in plan.arms}.values())
-    words = ["gate compare", *(arm.commit or arm.ref for arm in arms if arm.kind != "directory")]
+    marks = {"command": "cmd:"}
+    words = ["gate compare", *(marks.get(a.kind, "") + (a.commit or a.ref) for a in arms if a.kind != "directory")]
     words += [f"--{arm.name}-dir {arm.ref}" for arm in arms if arm.kind == "directory"]
     words += [f"--{arm.name}-args '{' '.join(arm.args)}'" for arm in arms if arm.args]
     words += [f"--{arm.name}-env {key}={value}" for arm in arms for key, value in sorted(arm.env.items())]

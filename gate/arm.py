@@ -1,7 +1,7 @@
-"""Arms: what is judged, as a tree of files on disk with the arguments and environment its server gets.
+"""Arms: what is judged, as a tree of files on disk (or a peer: a command, a URL) with its server's arguments and environment.
 
-Lives here: resolving a ref, `.` or a folder, making and removing worktrees and virtual environments, digests of a tree
-and of a model folder, the command that starts an arm's server. Not here: starting it (gate/session.py).
+Lives here: resolving a ref, `.`, a folder, a command or a URL, making and removing worktrees and virtual environments, digests
+of a tree and of a model folder, the command that starts an arm's server. Not here: starting it (gate/session.py).
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gate import process
 from gate.record import ArmInfo
 
+COMMAND_MARK = "cmd:"
 SOURCE_SUFFIXES = frozenset({".py", ".json", ".jinja", ".toml"})
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -34,7 +38,10 @@ class ArmError(ValueError):
 
 @dataclass(frozen=True)
 class ArmChoice:
-    """What the command line asked for one arm: a ref, `.`, or a folder, with the server's arguments and environment."""
+    """What the command line asked for one arm, with the server's arguments and environment.
+
+    `ref` is a commit, `.`, a folder, a URL (http://host:port) or a command (cmd:WORDS); `directory` stands instead of it.
+    """
 
     name: str
     ref: str
@@ -45,13 +52,17 @@ class ArmChoice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """An arm that was found but not yet laid out: its kind, and the commit or the folder to take it from."""
+    """An arm that was found but not yet laid out: its kind, and the commit or the folder to take it from.
+
+    `peer` is the URL or the command of a peer, whose `source` is the folder that its command runs in.
+    """
 
     choice: ArmChoice
     kind: str
     source: Path
     commit: str | None
     dirty: bool
+    peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,30 @@ class Arm:
         return {**kept, **own, **asked, "PYTHONPATH": path}
 
 
+@dataclass(frozen=True)
+class Peer:
+    """An arm without a tree: a server that runs at `url`, or the command that starts one in the folder `tree`."""
+
+    info: ArmInfo
+    tree: Path
+    url: str = ""
+    words: tuple[str, ...] = ()
+
+    def command(self, port: int, model: Path | None) -> list[str]:
+        """The command's words with {port} and {model} filled in."""
+        # Not str.format: a command may hold JSON, whose braces are its own.
+        return [word.replace("{port}", str(port)).replace("{model}", str(model or "")) for word in self.words]
+
+    def environment(self) -> dict[str, str]:
+        """The caller's environment with the arm's own variables."""
+        return {**os.environ, **dict(self.info.env)}
+
+    @property
+    def wants_model(self) -> bool:
+        """Whether the command names {model}."""
+        return any("{model}" in word for word in self.words)
+
+
 def source_digest(tree: Path) -> str:
     """SHA-256 hex over the `engine` package in `tree`: relative path and bytes of every source file, sorted by path."""
     package = tree / "engine"
@@ -110,15 +145,12 @@ def weights_digest(folder: Path) -> str:
 
 
 def git(repository: Path, *words: str) -> str:
-    """Run git in `repository` and return its output; a failure is an ArmError with git's last line."""
-    # An own session, so that Ctrl-C in the terminal reaches the gate and not a half-done `worktree remove`.
+    """Run git in `repository` and return its output; a failure is an ArmError with git's last line.
+
+    As a child of the gate it ends with it, and Ctrl-C does not reach it.
+    """
     # Hooks of the user's repository have no business in a worktree that is judged.
-    done = subprocess.run(
-        ["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *words],
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
+    done = process.run(["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *words])
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ArmError(f"git {words[0]} failed in {repository}: {last}")
@@ -136,6 +168,10 @@ def resolve(choice: ArmChoice, repository: Path) -> Resolved:
         if top is None:
             return _folder(choice, repository)
         return Resolved(choice, "snapshot", top, _commit(top, "HEAD"), _dirty(top))
+    if choice.ref.startswith(COMMAND_MARK):
+        return _command(choice, repository)
+    if "://" in choice.ref:
+        return Resolved(choice, "url", repository, None, False, _url(choice))
     commit = _commit(repository, choice.ref)
     if commit is not None:
         return Resolved(choice, "commit", _top(repository) or repository, commit, False)
@@ -144,6 +180,38 @@ def resolve(choice: ArmChoice, repository: Path) -> Resolved:
     raise ArmError(
         f"{choice.name} {choice.ref!r} is neither a commit of {repository} nor a folder{_shallow(repository)}"
     )
+
+
+def _command(choice: ArmChoice, repository: Path) -> Resolved:
+    command = choice.ref.removeprefix(COMMAND_MARK).strip()
+    words = split_words(command, f"{choice.name}'s command")
+    if "{port}" not in command:
+        raise ArmError(f"{choice.name}'s command {command!r} does not say where its port goes; put {{port}} there")
+    if shutil.which(words[0]) is None:
+        raise ArmError(f"{choice.name}'s command starts with {words[0]!r}, which is no program on PATH")
+    return Resolved(choice, "command", repository, None, False, command)
+
+
+def split_words(text: str, what: str) -> list[str]:
+    """Split as a shell does; ArmError where a quote is left open."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ArmError(f"{what} {text!r} is not quoted as a shell wants it ({error})") from error
+
+
+def _url(choice: ArmChoice) -> str:
+    """The server's address without a trailing slash or /v1, which a habit of OpenAI clients adds."""
+    found = urllib.parse.urlsplit(choice.ref)
+    if found.scheme not in ("http", "https") or not found.hostname or found.query or found.fragment:
+        raise ArmError(f"{choice.name} {choice.ref!r} is no server's address; write http://host:port")
+    if found.username or found.password:
+        raise ArmError(f"{choice.name}'s URL holds a password, which the report would show; use WALKGATE_GATE_API_KEY")
+    if choice.args or choice.env:
+        raise ArmError(
+            f"{choice.name} is a URL, so --{choice.name}-args and --{choice.name}-env reach nobody; drop them"
+        )
+    return choice.ref.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _folder(choice: ArmChoice, folder: Path) -> Resolved:
@@ -192,18 +260,30 @@ def laid_out(
     keep: bool,
     device: str = "cpu",
     say: Callable[[str], None] = lambda _: None,
-) -> Iterator[list[Arm]]:
+) -> Iterator[list[Arm | Peer]]:
     """Lay the arms out under `run_dir`/arms and yield them; worktrees go again at the end, however it ends.
 
     `keep` leaves the trees of commits registered and on disk. `say` receives progress sentences.
     """
     with ExitStack() as stack:
-        arms = []
+        arms: list[Arm | Peer] = []
         for resolved in [resolve(choice, repository) for choice in choices]:
+            if resolved.peer:
+                arms.append(_peer(resolved))
+                continue
             tree = _tree(resolved, run_dir, keep, stack)
             python = _python(resolved.choice.name, tree, run_dir, device, say)
-            arms.append(Arm(_info(resolved, tree), tree, python, run_dir / "caches" / resolved.choice.name))
+            arms.append(
+                Arm(_info(resolved, source_digest(tree)), tree, python, run_dir / "caches" / resolved.choice.name)
+            )
         yield arms
+
+
+def _peer(resolved: Resolved) -> Peer:
+    info = _info(resolved, "")
+    if resolved.kind == "url":
+        return Peer(info, resolved.source, url=resolved.peer)
+    return Peer(info, resolved.source, words=tuple(shlex.split(resolved.peer)))
 
 
 def _tree(resolved: Resolved, run_dir: Path, keep: bool, stack: ExitStack) -> Path:
@@ -214,14 +294,19 @@ def _tree(resolved: Resolved, run_dir: Path, keep: bool, stack: ExitStack) -> Pa
     if resolved.kind == "snapshot":
         if target.is_dir():  # a resumed run goes on with what it copied when it began
             return target
-        copy_snapshot(resolved.source, target, run_dir)
+        # Through a neighbour and a rename: a gate that is killed meanwhile leaves no half of a tree to be measured.
+        beside = target.with_name(target.name + ".part")
+        shutil.rmtree(beside, ignore_errors=True)
+        copy_snapshot(resolved.source, beside, run_dir)
+        beside.rename(target)
         return target
     if not keep:
         # Registered before the tree is made: a Ctrl-C in between must find it.
         stack.callback(remove_worktree, resolved.source, target)
     if target.exists():  # left by a run that was killed
         remove_worktree(resolved.source, target)
-    git(resolved.source, "worktree", "add", "--detach", "--force", str(target), str(resolved.commit))
+    # Twice forced: a gate that was killed while git made this worktree left it locked.
+    git(resolved.source, "worktree", "add", "--detach", "--force", "--force", str(target), str(resolved.commit))
     return target
 
 
@@ -241,20 +326,20 @@ def copy_snapshot(repository: Path, target: Path, run_dir: Path) -> None:
 def remove_worktree(repository: Path, target: Path) -> None:
     """Take a worktree off disk and out of the repository's list; a worktree that was never made is no error."""
     try:
-        git(repository, "worktree", "remove", "--force", str(target))
+        git(repository, "worktree", "remove", "--force", "--force", str(target))
     except ArmError:
         shutil.rmtree(target, ignore_errors=True)
     git(repository, "worktree", "prune")
 
 
-def _info(resolved: Resolved, tree: Path) -> ArmInfo:
+def _info(resolved: Resolved, digest: str) -> ArmInfo:
     choice = resolved.choice
     return ArmInfo(
         name=choice.name,
-        ref=str(choice.directory) if choice.directory is not None else choice.ref,
+        ref=str(choice.directory) if choice.directory is not None else resolved.peer or choice.ref,
         commit=resolved.commit,
         dirty=resolved.dirty,
-        source_digest=source_digest(tree),
+        source_digest=digest,
         args=list(choice.args),
         env=dict(choice.env),
         kind=resolved.kind,
@@ -327,13 +412,13 @@ def _make_venv(folder: Path, table: tuple[str, ...], device: str) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if torch and device == "cpu":
         # PyPI's torch brings gigabytes of CUDA; the CPU build is tried first and is no condition.
-        subprocess.run([*pip, "--index-url", CPU_TORCH_INDEX, *torch], capture_output=True)
+        process.run([*pip, "--index-url", CPU_TORCH_INDEX, *torch])
     if table:
         _install([*pip, *table], folder)
 
 
 def _install(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = process.run(command)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ArmError(f"the arm's own environment {folder} could not be made: {last}")
@@ -343,9 +428,7 @@ def make_model(arm: Arm, folder: Path, timeout_s: float = 300.0) -> Path:
     """Let an arm's own `omni tiny` write a checkpoint to `folder`, and return it; a failure is an ArmError."""
     command = arm.command("tiny", "--out", str(folder))
     try:
-        done = subprocess.run(
-            command, cwd=arm.tree, env=arm.environment(), capture_output=True, text=True, timeout=timeout_s
-        )
+        done = process.run(command, timeout_s, cwd=arm.tree, env=arm.environment())
     except subprocess.TimeoutExpired as error:
         raise ArmError(f"`omni tiny` of {arm.info.name} took over {timeout_s:.0f} s; name a --model folder") from error
     if done.returncode:

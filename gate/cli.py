@@ -1,14 +1,13 @@
 """The `gate` command: what was asked becomes a Wish, and what came of it becomes text and an exit code.
 
 Exit codes: 0 nothing worse and every primary cell decided, 1 a regression, broken head, worse WER or moved tokens, 2 no verdict
-for a primary cell, 3 unusable evidence, 64 usage, 70 internal error, 130 interrupted.
+for a primary cell, 3 unusable evidence, 64 usage, 70 the gate itself failed (a full disk, an internal error), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import errno
 import re
-import shlex
 import signal
 import sys
 import tempfile
@@ -27,15 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from typer.core import TyperGroup
 
 from gate import plant, run
-from gate.arm import ArmChoice, ArmError, git, laid_out, make_model, parse_env
+from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, git, laid_out, make_model, parse_env, split_words
 from gate.plant import PlantError
-from gate.record import RunData
-from gate.run import EXIT_INVALID, EXIT_USAGE
+from gate.run import EXIT_INVALID
 from gate.rundir import RunDir, RunDirError, existing
-from gate.session import Refused
+from gate.session import EXIT_USAGE, Refused
 from gate.summary import session_table
-from gate.verdict import REGRESSION
-from gate.verdict import compare as compare_run
+from gate.verdict import REGRESSION, Comparisons
 from gate.wish import Wish
 from gate.workload import WorkloadError, default_root, load_prompts, ordered
 
@@ -77,12 +74,26 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    help="Compare two commits of an Omni serving engine: speed, tokens and words, with a report for the pull request.",
+    help="Compare two commits of an Omni serving engine, or it and another engine: speed, tokens and words, with a report for "
+    "the pull request.",
 )
 
 Words = Annotated[str, typer.Option(metavar="WORDS", help="Extra arguments of its server, quoted as in a shell.")]
 Pairs = Annotated[
     list[str] | None, typer.Option(metavar="K=V", help="An environment variable of its server; repeatable.")
+]
+Command = Annotated[
+    str,
+    typer.Option(
+        metavar="WORDS", help="A command that starts its server, with {port} and, if it likes, {model} in it."
+    ),
+]
+Door = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="generate: ours, with token ids; openai: /v1/chat/completions; auto: ours where both arms are known to have it.",
+    ),
 ]
 Folder = Annotated[Path | None, typer.Option(metavar="DIR", help="Its tree as a folder; needs no history.")]
 SetName = Annotated[str, typer.Option("--set", metavar="NAME", help="The cell set of workloads/cells.toml.")]
@@ -107,6 +118,9 @@ Moves = Annotated[bool, typer.Option("--expect-token-changes", help="Moved token
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an interrupted run, as it was asked for.")]
 StopAfter = Annotated[str, typer.Option(metavar="TIME", help="End at the next cell boundary after 90s, 9m or 1h.")]
 Timeout = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds a server may take to become healthy.")]
+
+
+ARMS = "Refs, `.`, folders, URLs of servers that run, or cmd:WORDS."
 
 
 class Screen:
@@ -153,8 +167,9 @@ def _reported(run_dir: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         _end(f"gate: interrupted{kept}", EXIT_INTERRUPTED)
     except OSError as error:
-        what = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-        _end(f"gate: {what}: {error.filename or run_dir or 'no file named'}{kept}", EXIT_INVALID)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else (error.strerror or str(error))
+        _end(f"gate: {what}: {error.filename or run_dir or 'no file named'}{kept}", EXIT_INTERNAL)
 
 
 @contextmanager
@@ -179,28 +194,39 @@ def _terminated_politely() -> Iterator[None]:
 
 
 def _choices(
-    refs: Sequence[str], folders: tuple[Path | None, Path | None], args: tuple[str, str], env: tuple[Any, Any]
+    refs: Sequence[str],
+    folders: tuple[Path | None, Path | None],
+    commands: tuple[str, str],
+    args: tuple[str, str],
+    env: tuple[Any, Any],
 ) -> tuple[ArmChoice, ArmChoice]:
-    wanted = folders.count(None)
+    named = [folder is not None or bool(command) for folder, command in zip(folders, commands, strict=True)]
+    wanted = named.count(False)
     if len(refs) != wanted:
         raise ArmError(
-            f"{len(refs)} arms are named by BASE and HEAD where {wanted} are wanted: give each arm a ref, `.` or a folder, "
-            f"or --base-dir and --head-dir"
+            f"{len(refs)} arms are named by BASE and HEAD where {wanted} are wanted: give each arm a ref, `.`, a folder or a "
+            f"URL, or --base-dir, --head-dir, --base-command, --head-command"
         )
     left = iter(refs)
     base, head = (
-        _choice(name, "" if folder is not None else next(left), folder, words, pairs)
-        for name, folder, words, pairs in zip(("base", "head"), folders, args, env, strict=True)
+        _choice(name, "" if given else next(left), folder, command, words, pairs)
+        for name, given, folder, command, words, pairs in zip(
+            ("base", "head"), named, folders, commands, args, env, strict=True
+        )
     )
     return base, head
 
 
-def _choice(name: str, ref: str, folder: Path | None, words: str, pairs: list[str] | None) -> ArmChoice:
-    try:
-        arguments = tuple(shlex.split(words))
-    except ValueError as error:
-        raise ArmError(f"--{name}-args {words!r} is not quoted as a shell wants it ({error})") from error
-    return ArmChoice(name, ref, folder, arguments, parse_env(pairs or [], f"--{name}-env"))
+def _choice(
+    name: str, ref: str, folder: Path | None, command: str, words: str, pairs: list[str] | None, prefix: str = ""
+) -> ArmChoice:
+    option = prefix or f"--{name}-"
+    if folder is not None and command:
+        raise ArmError(f"{option}dir and {option}command name {name} twice; leave one out")
+    arguments = tuple(split_words(words, f"{option}args"))
+    return ArmChoice(
+        name, COMMAND_MARK + command if command else ref, folder, arguments, parse_env(pairs or [], f"{option}env")
+    )
 
 
 def _run_dir(asked: Path | None, *names: str) -> Path:
@@ -211,6 +237,8 @@ def _run_dir(asked: Path | None, *names: str) -> Path:
 
 
 def _label(choice: ArmChoice) -> str:
+    if choice.ref.startswith(COMMAND_MARK):
+        return Path((choice.ref.removeprefix(COMMAND_MARK).split() or ["command"])[0]).name
     name = choice.directory.resolve().name if choice.directory is not None else choice.ref
     return "tree" if name == "." else name.strip("/").rpartition("/")[2]
 
@@ -225,12 +253,12 @@ def _with_screen(work: Callable[[Screen], RunDir]) -> RunDir:
         return work(screen)
 
 
-def _judge(folder: RunDir, expect: bool = False) -> int:
+def _judge(folder: RunDir, expect: bool = False) -> run.Outcome:
     """Write the report of a run directory and print its path, headline and first table."""
-    code = run.write_report(folder, expect)
+    outcome = run.write_report(folder, expect)
     typer.echo(f"report: {folder.report}\n")
     typer.echo(first_part(folder.report.read_text(encoding="utf-8")))
-    return code
+    return outcome
 
 
 def first_part(report: str) -> str:
@@ -245,7 +273,7 @@ def first_part(report: str) -> str:
 
 @app.command()
 def compare(
-    refs: Annotated[list[str] | None, typer.Argument(metavar="BASE HEAD", help="Refs, `.` or folders.")] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="BASE HEAD", help=ARMS)] = None,
     set_name: SetName = "quick",
     sessions: Sessions = 3,
     seed: Seed = 0,
@@ -260,6 +288,9 @@ def compare(
     head_env: Pairs = None,
     base_dir: Folder = None,
     head_dir: Folder = None,
+    base_command: Command = "",
+    head_command: Command = "",
+    door: Door = "auto",
     expect_token_changes: Moves = False,
     keep: Keep = False,
     device: Device = "cpu",
@@ -279,6 +310,10 @@ def compare(
 
     `gate compare main HEAD --cells A2T@1,A2T@4 --librispeech data/test-other`
 
+    `gate compare HEAD --head-command 'vllm serve {model} --omni --port {port}' --model DIR --set pr`
+
+    `gate compare http://127.0.0.1:8000 http://127.0.0.1:9000 --cells T2T@1`
+
     `gate compare --resume runs/20260101T120000Z-main-HEAD`
     """
     with _reported():
@@ -286,7 +321,8 @@ def compare(
     if resume is not None:
         raise typer.Exit(_resume(resume, refs, limit_s))
     with _reported():
-        choices = _choices(refs or [], (base_dir, head_dir), (base_args, head_args), (base_env, head_env))
+        folders, commands = (base_dir, head_dir), (base_command, head_command)
+        choices = _choices(refs or [], folders, commands, (base_args, head_args), (base_env, head_env))
         target = _run_dir(run_dir, *map(_label, choices))
     wish = Wish(
         choices,
@@ -303,11 +339,12 @@ def compare(
         expect_token_changes,
         workloads=workloads or default_root(),
         boot_s=boot_timeout,
+        door=door,
     )
-    raise typer.Exit(_compare(wish, limit_s))
+    raise typer.Exit(_compare(wish, limit_s).code)
 
 
-def _compare(wish: Wish, stop_after_s: float = float("inf")) -> int:
+def _compare(wish: Wish, stop_after_s: float = float("inf")) -> run.Outcome:
     with _reported(wish.run_dir):
         folder = _with_screen(lambda screen: run.carry_out(wish, screen, stop_after_s))
         return _judge(folder)
@@ -317,7 +354,7 @@ def _resume(path: Path, refs: list[str] | None, stop_after_s: float) -> int:
     with _reported(path):
         if refs:
             raise ArmError("--resume takes its arms from the run; leave BASE and HEAD out")
-        return _judge(_with_screen(lambda screen: run.resume(path, screen, stop_after_s)))
+        return _judge(_with_screen(lambda screen: run.resume(path, screen, stop_after_s))).code
 
 
 def _seconds(text: str) -> float:
@@ -329,7 +366,7 @@ def _seconds(text: str) -> float:
 
 @app.command()
 def plan(
-    refs: Annotated[list[str] | None, typer.Argument(metavar="BASE HEAD", help="Refs, `.` or folders.")] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="BASE HEAD", help=ARMS)] = None,
     set_name: SetName = "quick",
     sessions: Sessions = 3,
     seed: Seed = 0,
@@ -344,23 +381,27 @@ def plan(
     head_env: Pairs = None,
     base_dir: Folder = None,
     head_dir: Folder = None,
+    base_command: Command = "",
+    head_command: Command = "",
+    door: Door = "auto",
 ) -> None:
     """Write the plan of a comparison and print its price; nothing is served.
 
     Example: `gate plan main HEAD --set pr`
     """
     with _reported():
-        choices = _choices(refs or [], (base_dir, head_dir), (base_args, head_args), (base_env, head_env))
+        folders, commands = (base_dir, head_dir), (base_command, head_command)
+        choices = _choices(refs or [], folders, commands, (base_args, head_args), (base_env, head_env))
         target = _run_dir(run_dir, "plan", *map(_label, choices))
         wish = Wish(choices, Path.cwd(), target, set_name, _split(cells), sessions, seed, model, librispeech)
-        wish = replace(wish, workloads=workloads or default_root())
+        wish = replace(wish, workloads=workloads or default_root(), door=door)
         folder = _with_screen(lambda screen: run.plan_only(wish, screen))
         typer.echo(f"plan: {folder.path / 'plan.json'}\ncarry it out: gate compare --resume {folder.path}")
 
 
 @app.command(name="run")
 def run_one(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="A ref, `.` or a folder.")],
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A ref, `.`, a folder, a URL or cmd:WORDS.")],
     set_name: SetName = "quick",
     sessions: Sessions = 1,
     seed: Seed = 0,
@@ -373,6 +414,7 @@ def run_one(
     env: Pairs = None,
     keep: Keep = False,
     device: Device = "cpu",
+    door: Door = "auto",
     boot_timeout: Timeout = 300.0,
 ) -> None:
     """Measure one arm and print its metrics, session by session.
@@ -380,7 +422,7 @@ def run_one(
     Example: `gate run HEAD --set demo`
     """
     with _reported():
-        choice = _choice("base", ref, None, args, env)
+        choice = _choice("arm", ref, None, "", args, env, prefix="--")
         target = _run_dir(run_dir, "run", _label(choice))
     wish = Wish(
         (choice,),
@@ -396,6 +438,7 @@ def run_one(
         device,
         workloads=workloads or default_root(),
         boot_s=boot_timeout,
+        door=door,
     )
     with _reported(target):
         folder = _with_screen(lambda screen: run.carry_out(wish, screen))
@@ -413,7 +456,7 @@ def report(
     Example: `gate report runs/20260101T120000Z-main-HEAD`
     """
     with _reported():
-        code = _judge(existing(run_dir), expect_token_changes)
+        code = _judge(existing(run_dir), expect_token_changes).code
     raise typer.Exit(code)
 
 
@@ -466,6 +509,7 @@ def _key_of(folder: Path, text: str) -> str:
         tempfile.TemporaryDirectory(prefix="gate-key-") as place,
         laid_out((ArmChoice("base", "", folder),), folder, Path(place), keep=False) as (arm,),
     ):
+        assert isinstance(arm, Arm)  # a folder is one
         return plant.prompt_key(make_model(arm, Path(place) / "model"), text)
 
 
@@ -486,14 +530,14 @@ def demo(
         typer.echo(f"base is {base[:12]}; head decodes {DEMO_SLOW:.0%} slower and flips one token of one prompt")
         choices = (ArmChoice("base", "HEAD~1"), ArmChoice("head", "HEAD"))
         again = f"gate demo --sessions {sessions} --seed {seed}"  # the clone will be gone
-        code = _compare(Wish(choices, clone, target, "demo", sessions=sessions, seed=seed, command=again))
-        typer.echo(found_plants(run.load_run(target)))
+        outcome = _compare(Wish(choices, clone, target, "demo", sessions=sessions, seed=seed, command=again))
+        typer.echo(found_plants(outcome.comparisons))
+        code = outcome.code
     raise typer.Exit(0 if code in (0, 1, 2) and (target / "report.md").is_file() else code or EXIT_INVALID)
 
 
-def found_plants(run_data: RunData) -> str:
+def found_plants(found: Comparisons) -> str:
     """Say which of the demo's two faults the gate found."""
-    found = compare_run(run_data)
     slower = sum(cell.verdict == REGRESSION for cell in found.cells)
     slow = (
         f"found in {slower} of {len(found.cells)} cells"

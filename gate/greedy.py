@@ -1,6 +1,7 @@
 """Greedy comparison: what every pair of sessions decoded for the same prompts, and where they first part.
 
-Base–base pairs are the floor: a token has moved only where head differs from base while all base sessions agree.
+Base–base pairs are the floor: a token has moved only where head differs from base while all base sessions agree. At the
+OpenAI door no token ids come: there the steps are the characters of the text, and "token" reads "character".
 Only cells with `greedy` are compared, only measured requests that succeeded in both sessions of a pair.
 """
 
@@ -107,7 +108,7 @@ def margin_at(record: Record, step: int) -> float | None:
 
 
 def _token(record: Record, step: int) -> int | None:
-    return record.token_ids[step] if step < len(record.token_ids) else None
+    return record.steps[step] if step < len(record.steps) else None
 
 
 def _margin(a: Record, b: Record, step: int) -> float | None:
@@ -133,9 +134,9 @@ def compare_pair(cell: str, kind: str, a: tuple[str, Answers], b: tuple[str, Ans
     pairs = [(a[1][index], b[1][index]) for index in shared]
     good = [(left, right) for left, right in pairs if left.ok and right.ok and left.item == right.item]
     found = [divergence for left, right in good if (divergence := _divergence(left, right)) is not None]
-    shorter = sum(min(len(left.token_ids), len(right.token_ids)) for left, right in good)
+    shorter = sum(min(len(left.steps), len(right.steps)) for left, right in good)
     cut = {divergence.index: divergence.step for divergence in found}
-    matched = sum(cut.get(left.index, len(left.token_ids)) for left, _ in good)
+    matched = sum(cut.get(left.index, len(left.steps)) for left, _ in good)
     return GreedyPair(
         cell=cell,
         kind=kind,
@@ -145,15 +146,15 @@ def compare_pair(cell: str, kind: str, a: tuple[str, Answers], b: tuple[str, Ans
         of=len(good),
         matched=matched,
         of_steps=shorter,
-        steps_a=sum(len(left.token_ids) for left, _ in good),
-        steps_b=sum(len(right.token_ids) for _, right in good),
+        steps_a=sum(len(left.steps) for left, _ in good),
+        steps_b=sum(len(right.steps) for _, right in good),
         left_out=len(set(a[1]) | set(b[1])) - len(good),
         divergences=found,
     )
 
 
 def _divergence(left: Record, right: Record) -> Divergence | None:
-    where = first_divergence(left.token_ids, right.token_ids)
+    where = first_divergence(left.steps, right.steps)
     if where is None:
         return None
     step, reason = where
@@ -184,7 +185,7 @@ def greedy_pairs(run: RunData) -> list[GreedyPair]:
 
 def agreed_steps(records: Sequence[Record]) -> int | None:
     """How many steps all records share before any two differ; None when all are identical."""
-    cuts = [where[0] for a, b in combinations(records, 2) if (where := first_divergence(a.token_ids, b.token_ids))]
+    cuts = [where[0] for a, b in combinations(records, 2) if (where := first_divergence(a.steps, b.steps))]
     return min(cuts, default=None)
 
 
@@ -212,7 +213,7 @@ def _move(cell: str, base: Sequence[Record], head: Sequence[Record]) -> TokenMov
         return None
     agreed = agreed_steps(base)
     # Up to `agreed` every base session reads the same, so any one of them stands for all.
-    longest = max(base, key=lambda record: len(record.token_ids))
+    longest = max(base, key=lambda record: len(record.steps))
     apart = [(found, record) for record in head if (found := _divergence(longest, record)) is not None]
     apart = [(found, record) for found, record in apart if agreed is None or found.step < agreed]
     if not apart:

@@ -16,6 +16,7 @@ from gate.record import Record, RunData
 
 LONG_GAP_MS = 150.0  # a listener or reader notices a pause about this long
 IDENTITY_LIMIT = 0.03  # more says a stall, a drain tail, or a wrong token count
+LATE_MS, LATE_SHARE, LATE_LEAST_MS = 20.0, 0.2, 2.0  # see late_clients; a timer itself is good to about 1 ms
 
 
 class SessionMetric(msgspec.Struct, frozen=True):
@@ -27,6 +28,25 @@ class SessionMetric(msgspec.Struct, frozen=True):
     cell: str
     metric: str
     value: float
+
+
+class LateClient(msgspec.Struct, frozen=True):
+    """A cell of a session whose client's own loop was late: the 99th percentile of its delay, over its limit (ms)."""
+
+    session: str
+    cell: str
+    p99_ms: float
+    limit_ms: float
+
+
+class PromptTokens(msgspec.Struct, frozen=True):
+    """What both arms counted for the prompts of a cell: means per request, and how many of `of` requests they agree on."""
+
+    cell: str
+    base: float
+    head: float
+    equal: int
+    of: int
 
 
 def better_is_up(metric: str) -> bool:
@@ -166,3 +186,38 @@ def session_metrics(run: RunData) -> list[SessionMetric]:
             place = (session.id, session.arm, session.slot, cell.name)
             rows += [SessionMetric(*place, name, found[name]) for name in METRICS if name in found]
     return rows
+
+
+def late_clients(run: RunData, metrics: Sequence[SessionMetric]) -> list[LateClient]:
+    """Every cell whose client lag p99 is over 20 ms, or over a fifth of its TTFT p50 where that is less (2 ms at least)."""
+    firsts = {(row.session, row.cell): row.value for row in metrics if row.metric == "TTFT p50"}
+    found = []
+    for session in sorted(run.sessions, key=lambda session: session.slot):
+        for cell, lag in session.client_lag.items():
+            first = firsts.get((session.id, cell))
+            limit = LATE_MS if first is None else min(LATE_MS, max(LATE_SHARE * first, LATE_LEAST_MS))
+            if lag.p99 > limit:
+                found.append(LateClient(session.id, cell, lag.p99, round(limit, 3)))
+    return found
+
+
+def prompt_tokens(run: RunData) -> list[PromptTokens]:
+    """For each cell that both arms answered: the prompt tokens of the same requests, by each arm's first session with it."""
+    rows = []
+    for cell in run.plan.cells:
+        base, head = (_first_counts(run, cell, arm) for arm in ("base", "head"))
+        both = sorted(set(base) & set(head))
+        if both:
+            ours, theirs = (float(np.mean([counts[index] for index in both])) for counts in (base, head))
+            equal = sum(base[index] == head[index] for index in both)
+            rows.append(PromptTokens(cell.name, ours, theirs, equal, len(both)))
+    return rows
+
+
+def _first_counts(run: RunData, cell: Cell, arm: str) -> dict[int, int]:
+    for session in sorted(run.sessions, key=lambda session: session.slot):
+        if session.arm == arm:
+            good = [record for record in measured(run.records, session.id, cell.name) if record.ok]
+            if good:
+                return {record.index: record.prompt_tokens for record in good}
+    return {}

@@ -11,6 +11,8 @@ import msgspec
 
 from gate.cell import METRICS, Cell
 
+PEER_KINDS = frozenset({"command", "url"})  # kinds of arms that are no tree
+
 
 class Item(msgspec.Struct, frozen=True):
     """One workload item. `audio` is a path relative to the workload's root; `audio_seconds` 0.0 without audio."""
@@ -66,12 +68,27 @@ class Record(msgspec.Struct, frozen=True):
     prompt_tokens: int
     sample_rate: int = 24000
 
+    @property
+    def steps(self) -> list[int]:
+        """What greedy comparison goes over: the token ids, or the characters of the text where no ids came (OpenAI door)."""
+        return self.token_ids or [ord(character) for character in self.text]
+
+
+class Lag(msgspec.Struct, frozen=True):
+    """How late (ms) a timer of the client's own loop fired while a cell was measured."""
+
+    p50: float
+    p99: float
+    max: float
+
 
 class SessionInfo(msgspec.Struct, frozen=True):
     """One boot of an arm's server: its identity, the machine before and after, counters, and what went wrong with it.
 
-    `slot` counts from 0 in the run's order. `info` is the whole /info, `counters` the growth of each /metrics value.
-    `problems` are sentences about the session itself (a server that died); failed requests are in the records.
+    `slot` counts from 0 in the run's order. `info` is the whole /info (empty for a peer that has none), `counters` the growth
+    of each /metrics value. `problems` are sentences about the session itself (a server that died); failed requests are in the
+    records. `client_lag` and `client_failures` speak of the load client, by cell. `boots` is more than 1 where a run that was
+    killed went on: each cell was measured on one boot all the same.
     """
 
     id: str
@@ -87,11 +104,17 @@ class SessionInfo(msgspec.Struct, frozen=True):
     host_after: dict[str, Any]
     counters: dict[str, float]
     problems: list[str]
-    client_lag_ms: dict[str, float] = {}
+    client_lag: dict[str, Lag] = {}
+    client_failures: dict[str, str] = {}
+    boots: int = 1
 
 
 class ArmInfo(msgspec.Struct, frozen=True):
-    """What is judged: its name (base, head), the ref asked for, and what that was. `kind`: commit, snapshot or directory."""
+    """What is judged: its name (base, head; arm where there is one), the ref asked for, and what that was.
+
+    `kind`: commit, snapshot, directory, command or url. The last two are peers: their source is not checked and their
+    `source_digest` is empty; all sessions of a url are one boot.
+    """
 
     name: str
     ref: str
@@ -122,7 +145,11 @@ class Thresholds(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run will do, written before it does anything. `order` names the arm of each session slot."""
+    """What a run will do, written before it does anything. `order` names the arm of each session slot.
+
+    `door` is the interface at which both arms are asked: generate or openai. `model_path` and `model_digest` are empty where
+    every arm brings its own model.
+    """
 
     schema: str = "gate/1"
     created: str
@@ -142,6 +169,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     workload_labels: dict[str, str] = {}
     cores: str = ""
     gate_version: str = ""
+    door: str = "generate"
 
 
 class RunData(msgspec.Struct, frozen=True):

@@ -7,17 +7,18 @@ gives the same bytes whenever it is rendered. The folded second half is in gate/
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from statistics import median
 
 import msgspec
 
-from gate.appendix import appendix
+from gate.appendix import appendix, peer_words
 from gate.cell import METRICS
 from gate.greedy import Divergence, GreedyPair, TokenMove, is_near_tie
 from gate.markdown import DASH, NOT_TRACED, counted, inline, interval, listed, number, plural, ranged, signed, table
 from gate.metrics import IDENTITY_LIMIT, SessionMetric, measured
-from gate.record import ArmInfo, RunData, SessionInfo
+from gate.record import PEER_KINDS, ArmInfo, RunData, SessionInfo
 from gate.stats import MOST_SESSIONS, percent
 from gate.verdict import (
     BROKEN_BASE,
@@ -46,15 +47,20 @@ _FOOTNOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸ�
 _OUTLIER_LEAST = 0.03  # nearer than this (log) to its siblings, a session is not worth a footnote
 _QUIET_CORES = 0.3  # more than this, and others were at work beside a session
 _QUIET_SHARE = 0.01  # of the core time that a quota took
+LEGEND = (
+    "How to read it: a cell is a task (T text, A audio, S speech: A2T is speech to text) at a number of clients; each number "
+    "is one boot of a server; ↑ more is better; *change* is head's mean against base's, and the true one lies in the "
+    "interval 19 times of 20; *no verdict*: more sessions are needed, it does not say that nothing changed."
+)
 _LATENCIES = ("TTFT p50", "TTFA p50", "ITL p50", "e2e p50", "gaps > 150 ms")
 
 
 def render_report(run: RunData, comparisons: Comparisons) -> str:
     """The report as markdown; ends with a line break."""
-    first = (_headline, _noise, _what_was_run, _what_to_do, _faults, _gaps)
+    first = (_headline, _noise, _what_was_run, _peers, _what_to_do, _faults, _gaps)
     second = (_primary, _latency, _tokens, _words, _time, appendix)
     lines = [line for section in (*first, *second) for line in section(run, comparisons)]
-    return "\n".join(lines).rstrip() + "\n"
+    return _without_place("\n".join(lines).rstrip() + "\n", run.plan.model_path)
 
 
 def report_json(run: RunData, comparisons: Comparisons) -> str:
@@ -71,7 +77,14 @@ def report_json(run: RunData, comparisons: Comparisons) -> str:
         "comparisons": comparisons,
         "wer_rates": rates,
     }
-    return msgspec.json.format(msgspec.json.encode(facts, order="deterministic"), indent=1).decode() + "\n"
+    text = msgspec.json.format(msgspec.json.encode(facts, order="deterministic"), indent=1).decode() + "\n"
+    return _without_place(text, run.plan.model_path)
+
+
+def _without_place(text: str, folder: str) -> str:
+    """A report with the model folder by its name alone: where it lies is nobody's business but its owner's."""
+    name = folder.rstrip("/").rpartition("/")[2]
+    return re.sub(rf"(?<![\w.-]){re.escape(folder)}(?![\w.-])", lambda _: name, text) if name else text
 
 
 # --- headline -----------------------------------------------------------------------------------------------------------
@@ -108,7 +121,7 @@ def _moved_words(found: Comparisons) -> str:
 
 
 def _noise(run: RunData, found: Comparisons) -> list[str]:
-    """A warning where others used the machine or a quota held it back; empty after a quiet run."""
+    """Warnings: others used the machine, a quota held it back, the client was late; empty after a quiet run."""
     sessions = sorted(run.sessions, key=lambda session: session.slot)
     busy = {session.id: cores for session in sessions if (cores := _others_cores(session)) > _QUIET_CORES}
     held = {s.id: share for s in sessions if (share := throttled_share(s)) is not None and share >= _QUIET_SHARE}
@@ -118,7 +131,20 @@ def _noise(run: RunData, found: Comparisons) -> list[str]:
         parts.append(f"other processes used up to {used} cores during sessions {', '.join(busy)}")
     if held:
         parts.append(f"a CPU quota took up to {max(held.values()):.0%} of sessions {', '.join(held)}")
-    return [f"⚠️ {'; '.join(parts)}: repeat on a quiet machine.", ""] if parts else []
+    lines = [f"⚠️ {'; '.join(parts)}: repeat on a quiet machine.", ""] if parts else []
+    return lines + _late(found)
+
+
+def _late(found: Comparisons) -> list[str]:
+    if not found.late:
+        return []
+    worst = max(found.late, key=lambda row: row.p99_ms)
+    cells = ", ".join(dict.fromkeys(row.cell for row in found.late))
+    return [
+        f"⚠️ client was late in {cells}: its own loop by up to {number(worst.p99_ms, 1)} ms (p99, {worst.cell} of "
+        f"{worst.session}; limit {number(worst.limit_ms, 1)} ms), so latencies there are partly the client's.",
+        "",
+    ]
 
 
 def _others_cores(session: SessionInfo) -> float:
@@ -132,7 +158,7 @@ def _others_cores(session: SessionInfo) -> float:
 
 def arm_label(arm: ArmInfo) -> str:
     """An arm in few words: the commit or folder, and what was added to it."""
-    name = arm.commit[:9] if arm.commit else arm.ref
+    name = arm.commit[:9] if arm.commit else inline(arm.ref)
     extras = ["uncommitted changes"] if arm.dirty else []
     extras += [" ".join(arm.args)] if arm.args else []
     extras += [f"{key}={value}" for key, value in sorted(arm.env.items())]
@@ -144,7 +170,8 @@ def _what_was_run(run: RunData, found: Comparisons) -> list[str]:
     arms = [f"{arm_label(arm)} ({arm.name})" for arm in plan.arms]
     counts = "+".join(str(count) for count in done.values())
     asked = "+".join(str(plan.order.count(arm)) for arm in done)
-    sessions = f"{counts} sessions" if counts == asked else f"{counts} sessions of {asked} planned"
+    noun = "session" if counts == "1" else "sessions"
+    sessions = f"{counts} {noun}" if counts == asked else f"{counts} {noun} of {asked} planned"
     words = [
         arms[0] if found.single else " → ".join(arms),
         machine_words(run.sessions),
@@ -152,6 +179,37 @@ def _what_was_run(run: RunData, found: Comparisons) -> list[str]:
         "one look",
     ]
     return [" · ".join(words), ""]
+
+
+def _peers(run: RunData, found: Comparisons) -> list[str]:
+    """What is not checked of arms that are no tree of ours, and what their being asked differently would show as."""
+    arms = {arm.name: arm for arm in run.plan.arms if arm.kind in PEER_KINDS}
+    lines = [f"- {name}: {peer_words(arm, run)}" for name, arm in arms.items()]
+    if run.plan.door == "openai":
+        who = "asked" if found.single else "both arms were asked"
+        lines.append(f"- {who} at /v1/chat/completions: tokens are counted by usage and compared as text")
+    if found.one_boot:
+        names = " and ".join(found.one_boot)
+        lines.append(
+            f"- one boot: every session of {names} met the same running server, so the spread between boots is not in the "
+            "intervals and they are too narrow; such verdicts are marked"
+        )
+    lines += _prompt_words(found) if lines else []
+    return ["**Peers**", "", *lines, ""] if lines else []
+
+
+def _prompt_words(found: Comparisons) -> list[str]:
+    """Whether both arms counted the same prompt: another template or another cut of the audio shows here."""
+    if not found.prompts:
+        return []
+    rows = [
+        f"{row.cell} {number(row.base)} and {number(row.head)}"
+        + ("" if row.equal == row.of else f" (equal in {row.equal} of {row.of} requests)")
+        for row in found.prompts
+    ]
+    differ = any(row.equal < row.of for row in found.prompts)
+    says = " **The arms did not read the same prompt.**" if differ else " Equal in every request."
+    return [f"- prompt tokens a request, base and head: {'; '.join(rows)}.{says}"]
 
 
 def machine_words(sessions: Sequence[SessionInfo]) -> str:
@@ -270,8 +328,13 @@ def metric_label(metric: str) -> str:
     return f"{metric} (input audio){arrow}" if metric == "RTFx" else f"{metric}{arrow}"
 
 
-def verdict_words(cell: CellComparison) -> str:
-    """The verdict as printed: loud ones bold, equivalence with its width, a reason where there is no number."""
+def verdict_words(cell: CellComparison, one_boot: bool = False) -> str:
+    """The verdict as printed: loud ones bold, equivalence with its width, a reason where there is no number.
+
+    `one_boot` marks a decided speed verdict on an arm whose sessions all met one boot.
+    """
+    if one_boot and cell.verdict in SPEED_VERDICTS - {NO_VERDICT}:
+        return f"{verdict_words(cell)} (one boot)"
     if cell.verdict == EQUIVALENT:
         return f"equivalent within {number(100 * cell.floor)} %"
     if cell.verdict in _LOUD:
@@ -287,17 +350,17 @@ def _primary(run: RunData, found: Comparisons) -> list[str]:
             for c in found.cells
         ]
         return [*table(("cell", "sessions", "state"), rows), *_checks(run, found)]
-    rows = [_primary_row(cell, notes) for cell in found.cells]
+    rows = [_primary_row(cell, notes, bool(found.one_boot)) for cell in found.cells]
     head = ("cell", "base sessions", "head sessions", "change", "95 % interval", "verdict")
     footnotes = [*(f"{note}  " for note in notes), ""] if notes else []
-    return [*table(head, rows, right=(3,)), *footnotes, *_checks(run, found)]
+    return [*table(head, rows, right=(3,)), *footnotes, LEGEND, "", *_checks(run, found)]
 
 
 def _raw(rows: Sequence[SessionMetric]) -> list[float]:
     return [row.value for row in rows]
 
 
-def _primary_row(cell: CellComparison, notes: list[str]) -> list[str]:
+def _primary_row(cell: CellComparison, notes: list[str], one_boot: bool) -> list[str]:
     # An error is never a speed verdict: a broken or invalid cell shows its raw values and no change.
     contrast = cell.contrast if cell.verdict in SPEED_VERDICTS else None
     change = f"{signed(percent(contrast.estimate))} %" if contrast else DASH
@@ -305,7 +368,7 @@ def _primary_row(cell: CellComparison, notes: list[str]) -> list[str]:
     if contrast and contrast.low is not None and contrast.high is not None:
         bounds = interval(percent(contrast.low), percent(contrast.high))
     sides = [_with_footnotes(cell, rows, notes) for rows in (cell.base, cell.head)]
-    return [f"{cell.cell} {metric_label(cell.metric)}", *sides, change, bounds, verdict_words(cell)]
+    return [f"{cell.cell} {metric_label(cell.metric)}", *sides, change, bounds, verdict_words(cell, one_boot)]
 
 
 def _with_footnotes(cell: CellComparison, rows: Sequence[SessionMetric], notes: list[str]) -> str:
@@ -406,7 +469,8 @@ def _tokens(run: RunData, found: Comparisons) -> list[str]:
     groups = dict.fromkeys((pair.cell, pair.kind) for pair in found.greedy)
     rows = [_pair_row(*group, [pair for pair in found.greedy if (pair.cell, pair.kind) == group]) for group in groups]
     head = ("cell", "pair", "prompts exact", "steps matched", "first difference")
-    lines = ["**Tokens** (greedy, equal prompts; matched up to the first difference)", "", *table(head, rows)]
+    what = "as text, a step is a character" if run.plan.door == "openai" else "equal prompts"
+    lines = [f"**Tokens** (greedy, {what}; matched up to the first difference)", "", *table(head, rows)]
     return lines + _moves(run, found) + _pcm(found)
 
 
@@ -443,7 +507,7 @@ def _moves(run: RunData, found: Comparisons) -> list[str]:
         if not any(pair.kind == "head–base" for pair in found.greedy):
             return ["No prompt was answered by both arms, so tokens are not compared.", ""]
         return [f"No token moved that base does not move between its own boots.{floor}", ""]
-    rows = [_move_row(move) for move in found.moves[:_MOST_MOVES]]
+    rows = [_move_row(move, run.plan.door == "openai") for move in found.moves[:_MOST_MOVES]]
     head = ("cell", "prompt", "step", "base token", "head token", "base's choice was", "head sessions")
     more = len(found.moves) - _MOST_MOVES
     tail = [f"{plural(more, 'more prompt')} in report.json.", ""] if more > 0 else []
@@ -452,10 +516,16 @@ def _moves(run: RunData, found: Comparisons) -> list[str]:
     return [title, "", *table(head, rows, right=(2, 3, 4)), *tail]
 
 
-def _move_row(move: TokenMove) -> list[str]:
-    tokens = ["(end)" if token is None else str(token) for token in (move.base_token, move.head_token)]
+def _move_row(move: TokenMove, as_text: bool) -> list[str]:
+    tokens = [_token_words(token, as_text) for token in (move.base_token, move.head_token)]
     sessions = f"{len(move.sessions)} of {move.of_sessions}"
     return [move.cell, f"`{inline(move.item)}`", str(move.step), *tokens, _tie(move.margin), sessions]
+
+
+def _token_words(token: int | None, as_text: bool) -> str:
+    if token is None:
+        return "(end)"
+    return f"`{inline(repr(chr(token)))}`" if as_text else str(token)
 
 
 def _pcm(found: Comparisons) -> list[str]:

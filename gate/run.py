@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from gate import rundir
-from gate.arm import Arm, laid_out, make_model
+from gate.arm import Arm, ArmError, Peer, laid_out, make_model
 from gate.cell import Cell
-from gate.client import Limits, Target, measure
+from gate.client import Limits, Measured, Target
 from gate.frames import build_frames
 from gate.host import available_cores, machine_record, pinned
+from gate.load import ClientError, Job, LoadClient, load_client
 from gate.metrics import is_finished, measured
-from gate.record import Item, Plan, Record, RunData, SessionInfo
+from gate.record import Item, Lag, Plan, Record, RunData, SessionInfo
 from gate.report import render_report, report_json
 from gate.rundir import RunDir, RunDirError
-from gate.session import Boot, Refused, Server, ServerError, check_identity, counter_changes, serving
-from gate.verdict import compare, exit_code
+from gate.session import (
+    Boot,
+    Refused,
+    Server,
+    ServerError,
+    UsageError,
+    check_identity,
+    counter_changes,
+    is_ours,
+    serving,
+)
+from gate.verdict import Comparisons, compare, exit_code
 from gate.wish import (
     EXPECT_FLAG,
     Wish,
@@ -41,7 +53,7 @@ from gate.wish import (
 from gate.workload import Workload, ordered, warm_items
 
 EXIT_INVALID = 3
-EXIT_USAGE = 64
+_DEATH_S = 1.0  # a server's port refuses a little before its process is seen to have ended
 
 
 class Stopped(Exception):
@@ -64,29 +76,39 @@ class Prepared:
 
     folder: RunDir
     plan: Plan
-    arms: dict[str, Arm]
+    arms: dict[str, Arm | Peer]
     workloads: dict[str, Workload]
     boot: Boot
     limits: Limits
     stop_at: float = float("inf")  # of time.monotonic()
 
 
-def prepare(wish: Wish, arms: Sequence[Arm], folder: RunDir, watcher: Watcher, resumed: bool = False) -> Prepared:
+def prepare(
+    wish: Wish, arms: Sequence[Arm | Peer], folder: RunDir, watcher: Watcher, resumed: bool = False
+) -> Prepared:
     """Write the plan for arms that are laid out (or hold them against the plan of a resumed run), and say its price."""
     cells, workloads = load_workloads(wish, chosen_cells(wish), folder.path)
-    if wish.model is None:
-        watcher.say("no --model named: the base arm's `omni tiny` makes one")
-    model = (wish.model or make_model(arms[0], folder.path / "model")).resolve()
+    model = _model(wish, arms, folder, watcher)
     plan = make_plan(wish, arms, cells, workloads, model)
     if resumed:
         plan = _same_plan(folder, plan)
     else:
         folder.write_plan(plan, {item.id: item for workload in workloads.values() for item in workload.items})
-        folder.write_wish(encode(wish))
     boot = Boot(model, wish.device, available_cores(), wish.boot_s)
     watcher.say(price(plan))
     watcher.say(boot.cores.sentence())
     return Prepared(folder, plan, {arm.info.name: arm for arm in arms}, workloads, boot, wish.limits)
+
+
+def _model(wish: Wish, arms: Sequence[Arm | Peer], folder: RunDir, watcher: Watcher) -> Path | None:
+    """The checkpoint both arms serve: the one named, else one made by the first arm that can; None where all are peers."""
+    if wish.model is not None:
+        return wish.model.resolve()
+    maker = next((arm for arm in arms if isinstance(arm, Arm)), None)
+    if maker is None:
+        return None
+    watcher.say(f"no --model named: `omni tiny` of {maker.info.name} makes one")
+    return make_model(maker, folder.path / "model").resolve()
 
 
 def _same_plan(folder: RunDir, now: Plan) -> Plan:
@@ -102,40 +124,65 @@ def _same_plan(folder: RunDir, now: Plan) -> Plan:
 def plan_only(wish: Wish, watcher: Watcher) -> RunDir:
     """Write plan.json and say the price; nothing is served."""
     check(wish)
-    folder = rundir.create(wish.run_dir)
-    with laid_out(wish.choices, wish.repository, folder.path, wish.keep, wish.device, watcher.say) as arms:
+    with _new(wish) as folder, _arms(wish, folder, watcher) as arms:
         prepare(wish, arms, folder, watcher)
     return folder
+
+
+@contextmanager
+def _new(wish: Wish) -> Iterator[RunDir]:
+    """A new run directory with its wish; emptied of all else when the run fails before its plan, so that it blocks no try."""
+    folder = rundir.create(wish.run_dir)
+    with rundir.claimed(folder):
+        if folder.is_planned:
+            raise RunDirError(f"--run {folder.path} holds a run; name another folder")
+        folder.clear()
+        try:
+            folder.write_wish(encode(wish))
+            yield folder
+        except Exception:  # not an interrupt: that run can be resumed from its wish
+            if not folder.is_planned:
+                folder.clear()
+            raise
+
+
+def _arms(wish: Wish, folder: RunDir, watcher: Watcher) -> AbstractContextManager[list[Arm | Peer]]:
+    return laid_out(wish.choices, wish.repository, folder.path, wish.keep, wish.device, watcher.say)
 
 
 def carry_out(wish: Wish, watcher: Watcher, stop_after_s: float = float("inf")) -> RunDir:
     """Plan and run every session of a wish; a Refused server ends the run, any other failure is a record of its arm."""
     stop_at = time.monotonic() + stop_after_s
     check(wish)
-    return _carry_out(wish, rundir.create(wish.run_dir), watcher, stop_at, resumed=False)
+    with _new(wish) as folder:
+        _carry_out(wish, folder, watcher, stop_at, resumed=False)
+    return folder
 
 
 def resume(path: Path, watcher: Watcher, stop_after_s: float = float("inf")) -> RunDir:
-    """Go on with an interrupted run: sessions that are whole stay, the others are run again in their own slots."""
+    """Go on with an interrupted run: cells that are whole stay, the others are measured in the slots of their sessions."""
     stop_at = time.monotonic() + stop_after_s
-    folder = rundir.existing(path)
+    folder = rundir.begun(path)
     try:
-        wish = decode(folder.read_wish())
+        wish = replace(decode(folder.read_wish()), run_dir=folder.path)
     except ValueError as error:
         raise RunDirError(f"{folder.path / 'wish.json'} is not what this gate writes: {error}") from error
-    wish = replace(pinned_to(wish, folder.load().plan), run_dir=folder.path)
-    check(wish)
-    return _carry_out(wish, folder, watcher, stop_at, resumed=True)
+    if not folder.is_planned:
+        return carry_out(wish, watcher, stop_after_s)
+    with rundir.claimed(folder):
+        wish = pinned_to(wish, folder.load().plan)
+        check(wish)
+        _carry_out(wish, folder, watcher, stop_at, resumed=True)
+    return folder
 
 
-def _carry_out(wish: Wish, folder: RunDir, watcher: Watcher, stop_at: float, resumed: bool) -> RunDir:
-    with laid_out(wish.choices, wish.repository, folder.path, wish.keep, wish.device, watcher.say) as arms:
+def _carry_out(wish: Wish, folder: RunDir, watcher: Watcher, stop_at: float, resumed: bool) -> None:
+    with _arms(wish, folder, watcher) as arms:
         ready = replace(prepare(wish, arms, folder, watcher, resumed), stop_at=stop_at)
         try:
             _run_sessions(ready, watcher)
         except Stopped:
             watcher.say(f"stopped by --stop-after; the rest: gate compare --resume {folder.path}")
-    return folder
 
 
 def _run_sessions(ready: Prepared, watcher: Watcher) -> None:
@@ -144,7 +191,6 @@ def _run_sessions(ready: Prepared, watcher: Watcher) -> None:
     owed = [(slot, name) for slot, name in enumerate(ready.plan.order) if session_id(slot, name) not in whole]
     began = time.monotonic()
     for done, (slot, name) in enumerate(owed):
-        ready.folder.set_aside(session_id(slot, name))
         run_session(ready, slot, ready.arms[name], watcher)
         if done == 0 and len(owed) > 1:
             took = time.monotonic() - began
@@ -157,18 +203,23 @@ def session_id(slot: int, arm: str) -> str:
 
 
 def _whole_sessions(run: RunData) -> set[str]:
-    return {
-        session.id
-        for session in run.sessions
-        if all(is_finished(run, cell, measured(run.records, session.id, cell.name)) for cell in run.plan.cells)
-    }
+    return {session.id for session in run.sessions if len(_finished(run, session.id)) == len(run.plan.cells)}
 
 
-def run_session(ready: Prepared, slot: int, arm: Arm, watcher: Watcher) -> None:
-    """One boot of an arm with every cell; what it measured is on disk when this returns or raises."""
+def _finished(run: RunData, session: str) -> list[str]:
+    """The cells that a session got through, in the plan's order."""
+    return [cell.name for cell in run.plan.cells if is_finished(run, cell, measured(run.records, session, cell.name))]
+
+
+def run_session(ready: Prepared, slot: int, arm: Arm | Peer, watcher: Watcher) -> None:
+    """One boot of an arm with every cell it still owes; what it measured is on disk when this returns or raises."""
     session = _Session(ready, slot, arm, watcher)
     try:
         session.run()
+    except UsageError as error:
+        if not session.has_served():
+            raise ArmError(f"{arm.info.name}'s server refused its command line: {error.words}") from error
+        session.fail(str(error))
     except ServerError as error:
         session.fail(str(error))
     except Refused as error:
@@ -182,49 +233,92 @@ def run_session(ready: Prepared, slot: int, arm: Arm, watcher: Watcher) -> None:
 class _Session:
     """The state of a session while it runs: what is known about it so far, and which cells are still owed."""
 
-    def __init__(self, ready: Prepared, slot: int, arm: Arm, watcher: Watcher) -> None:
+    def __init__(self, ready: Prepared, slot: int, arm: Arm | Peer, watcher: Watcher) -> None:
         self.ready, self.slot, self.arm, self.watcher = ready, slot, arm, watcher
         self.id = session_id(slot, arm.info.name)
         self.origin_ns = time.perf_counter_ns()
         self.owed = list(ready.plan.cells)
         self.info: dict[str, object] = {}
         self.counters: dict[str, float] = {}
-        self.client_lag_ms: dict[str, float] = {}
+        self.client_lag: dict[str, Lag] = {}
+        self.client_failures: dict[str, str] = {}
         self.problems: list[str] = []
-        self.boot_seconds = 0.0
+        self.boot_seconds, self.boots = 0.0, 1
         self.before = self.after = machine_record()
-        ready.folder.session(self.id).mkdir(parents=True, exist_ok=True)
+        self.folder = ready.folder.session(self.id)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Take over what the same session had finished when its gate ended."""
+        begun, run = self.ready.folder.begun(self.id), self.ready.folder.load()
+        kept = _finished(run, self.id)
+        self.ready.folder.keep_records(self.id, kept)
+        if begun is None or not kept:
+            return
+        self.owed = [cell for cell in self.owed if cell.name not in kept]
+        self.boots = begun.boots + 1
+        self.counters = {name: value for name, value in begun.counters.items() if name.partition(" ")[0] in kept}
+        self.client_lag = {cell: lag for cell, lag in begun.client_lag.items() if cell in kept}
+
+    def has_served(self) -> bool:
+        """Whether any session of this arm has measured something."""
+        return any(record.arm == self.arm.info.name for record in self.ready.folder.load().records)
 
     def run(self) -> None:
         """Boot, check, and measure every cell; ServerError when the server goes away."""
         self._progress("boots")
-        boot, log = self.ready.boot, self.ready.folder.session(self.id) / "server.log"
-        with pinned(boot.cores.client), serving(self.arm, boot, log) as server:
-            self.boot_seconds = round(server.boot_seconds, 3)
-            self.info = server.info()
-            self.write()
-            check_identity(self.info, self.arm, self.ready.plan.model_digest)
-            while self.owed:
-                if time.monotonic() > self.ready.stop_at:
-                    raise Stopped
-                self._progress(self.owed[0].name)
-                self._measure(server, self.owed[0])
-                self.owed.pop(0)
-                death = server.death()
-                if death is not None:
-                    raise ServerError(death)
+        boot = self.ready.boot
+        with (
+            pinned(boot.cores.client),  # what the gate itself does meanwhile must not take the server's cores
+            load_client(boot.cores.client, self.folder / "client.log") as client,
+        ):
+            client.start()  # its imports take as long as a small server's boot
+            with serving(self.arm, boot, self.folder / "server.log") as server:
+                self.boot_seconds = round(server.boot_seconds, 3)
+                self.info = server.info()
+                self.write()
+                check_identity(self.info, self.arm, self.ready.plan.model_digest, self.ready.plan.door)
+                self._cells(server, client, self._target(server))
 
-    def _measure(self, server: Server, cell: Cell) -> None:
-        target = Target(server.url, self.id, self.arm.info.name, self.origin_ns, self.ready.limits)
+    def _cells(self, server: Server, client: LoadClient, target: Target) -> None:
+        while self.owed:
+            if time.monotonic() > self.ready.stop_at:
+                raise Stopped
+            self._progress(self.owed[0].name)
+            failed = self._measure(server, client, target, self.owed[0])
+            self.owed.pop(0)
+            death = server.death(_DEATH_S if failed else 0.0)
+            if death is not None:
+                raise ServerError(death)
+
+    def _target(self, server: Server) -> Target:
+        door = self.ready.plan.door
+        model = server.model_name() if door == "openai" else ""
+        name, limits = self.arm.info.name, self.ready.limits
+        return Target(server.url, self.id, name, self.origin_ns, limits, door, model, is_ours(self.info))
+
+    def _measure(self, server: Server, client: LoadClient, target: Target, cell: Cell) -> bool:
+        """Measure a cell and keep its records; whether any request failed."""
         workload, seed = self.ready.workloads[cell.workload], self.ready.plan.seed
         warm = warm_items(workload.items, cell.warm_waves * cell.concurrency, seed, workload.name)
-        items = self.items(cell)
         before = server.counters()
-        result = measure(target, cell, warm, items, workload.root)
-        changes = counter_changes(before, server.counters())
-        self.counters |= {f"{cell.name} {name}": change for name, change in changes.items()}
-        self.client_lag_ms[cell.name] = round(result.client_lag_ms, 3)
-        self.ready.folder.append_records(self.id, result.records)
+        try:
+            found = client.measure(Job(target, cell, warm, self.items(cell), str(workload.root), server.keyed))
+        except ClientError as error:
+            self.client_failures[cell.name] = str(error)
+            self.watcher.say(f"{self.id} {cell.name}: {error}")
+            self.write()
+            return False
+        self._keep(cell, found, counter_changes(before, server.counters()))
+        return not all(record.ok for record in found.records)
+
+    def _keep(self, cell: Cell, found: Measured, counters: dict[str, float]) -> None:
+        self.counters |= {f"{cell.name} {name}": change for name, change in counters.items()}
+        self.client_lag[cell.name] = found.lag
+        # Before the records: a cell counts as measured by its records, and then everything about it is on disk.
+        self.write()
+        self.ready.folder.append_records(self.id, found.records)
 
     def items(self, cell: Cell) -> list[Item]:
         """The items of a cell in the plan's order, equal for both arms."""
@@ -235,6 +329,7 @@ class _Session:
         """Note why the session ended early, and count the requests of the cells still owed as failed."""
         self.problems.append(problem)
         self.watcher.say(f"{self.id}: {problem}")
+        self.write()
         for cell in self.owed:
             reason = f"not sent: {problem.splitlines()[0]}"
             failed = [self._failed(cell, index, item, reason) for index, item in enumerate(self.items(cell))]
@@ -287,7 +382,9 @@ class _Session:
                 host_after=self.after,
                 counters=self.counters,
                 problems=self.problems,
-                client_lag_ms=self.client_lag_ms,
+                client_lag=self.client_lag,
+                client_failures=self.client_failures,
+                boots=self.boots,
             )
         )
 
@@ -301,13 +398,22 @@ def load_run(path: Path) -> RunData:
     return rundir.existing(path).load()
 
 
-def write_report(folder: RunDir, expect_token_changes: bool = False) -> int:
-    """Derive tables and reports from a run directory, write them, and return the exit code.
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: everything derived from it, and the exit code that follows."""
+
+    comparisons: Comparisons
+    code: int
+
+
+def write_report(folder: RunDir, expect_token_changes: bool = False) -> Outcome:
+    """Derive tables and reports from a run directory, write them, and return what they say.
 
     Token changes are expected when the plan's own command said so, or when this call does.
     """
     run = folder.load()
     comparisons = compare(run)
-    folder.write_tables(build_frames(run))
+    folder.write_tables(build_frames(run, comparisons))
     folder.write_reports(render_report(run, comparisons), report_json(run, comparisons))
-    return exit_code(comparisons, expect_token_changes or EXPECT_FLAG in shlex.split(run.plan.command))
+    expected = expect_token_changes or EXPECT_FLAG in shlex.split(run.plan.command)
+    return Outcome(comparisons, exit_code(comparisons, expected))

@@ -1,14 +1,16 @@
 """The run directory: the plan, sessions, records, tables and reports of one run on disk, written so that nothing is lost.
 
-Layout: plan.json, wish.json, items.json, arms/, sessions/NN-arm/{session.json,server.log,records.jsonl}, tables/, report.md and
-report.json; interrupted/ holds what sessions left that were run again.
+Layout: wish.json (what was asked, written first), plan.json, items.json, arms/, sessions/NN-arm/{session.json, server.log,
+client.log, records.jsonl}, tables/, report.md and report.json. A folder with wish.json and no plan.json was never planned.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -40,10 +42,15 @@ class RunDir:
         """The folder of one session, such as `sessions/01-base`."""
         return self.path / "sessions" / name
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether plan.json is there; it comes last, so with it everything else that a plan needs is."""
+        return (self.path / "plan.json").is_file()
+
     def write_plan(self, plan: Plan, items: Mapping[str, Item]) -> None:
-        """Write plan.json and items.json, before anything is measured."""
-        _write(self.path / "plan.json", _pretty(plan))
+        """Write items.json and then plan.json, before anything is measured."""
         _write(self.path / "items.json", _pretty(dict(sorted(items.items()))))
+        _write(self.path / "plan.json", _pretty(plan))
 
     def write_wish(self, content: bytes) -> None:
         """Write wish.json: what was asked, for a run that is resumed."""
@@ -56,14 +63,27 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"{self.path / 'wish.json'} cannot be read: {error.strerror}") from error
 
-    def set_aside(self, session: str) -> None:
-        """Move what an interrupted session left to interrupted/, where it can be read but counts for nothing."""
-        folder = self.session(session)
-        if not folder.exists():
-            return
-        aside = self.path / "interrupted"
-        aside.mkdir(exist_ok=True)
-        folder.rename(aside / f"{session}-{sum(1 for _ in aside.glob(session + '-*')) + 1}")
+    def clear(self) -> None:
+        """Remove everything that a run left which never came to its plan, but its wish: that says what the folder is."""
+        for inside in list(self.path.iterdir()):
+            if inside.name == "wish.json":
+                continue
+            if inside.is_dir() and not inside.is_symlink():
+                shutil.rmtree(inside)
+            else:
+                inside.unlink()
+        (self.path / "sessions").mkdir()
+
+    def begun(self, session: str) -> SessionInfo | None:
+        """What an interrupted session wrote about itself; None when it did not come to that."""
+        path = self.session(session) / "session.json"
+        return _read(path, SessionInfo) if path.is_file() else None
+
+    def keep_records(self, session: str, cells: Collection[str]) -> None:
+        """Leave only the records of these cells in a session: those of a cell cut short by a crash are measured again."""
+        path = self.session(session) / "records.jsonl"
+        if path.is_file():
+            _write(path, _lines(record for record in _read_records(path) if record.cell in cells))
 
     def write_session(self, info: SessionInfo) -> None:
         """Write a session's session.json, replacing what was there in one step."""
@@ -72,7 +92,7 @@ class RunDir:
 
     def append_records(self, session: str, records: Iterable[Record]) -> None:
         """Append records to a session's records.jsonl and wait until they are on disk."""
-        text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        text = _lines(records)
         self.session(session).mkdir(parents=True, exist_ok=True)
         with (self.session(session) / "records.jsonl").open("ab") as file:
             file.write(text)
@@ -103,10 +123,18 @@ class RunDir:
 
 
 def create(path: Path) -> RunDir:
-    """Make an empty run directory; RunDirError when it holds a run, cannot be written, or the disk is nearly full."""
+    """Make a run directory, or take one that never came to its plan.
+
+    RunDirError when it holds a run or anything else, cannot be written, or the disk is nearly full.
+    """
     path = path.resolve()
-    # Empty folders inside are what a run leaves that failed before its plan was written.
-    if path.exists() and (not path.is_dir() or any(not inside.is_dir() for inside in path.rglob("*"))):
+    # A wish without a plan is what a gate leaves that was killed before it measured anything.
+    unplanned = (path / "wish.json").is_file() and not (path / "plan.json").exists()
+    if (
+        path.exists()
+        and not unplanned
+        and (not path.is_dir() or any(not inside.is_dir() for inside in path.rglob("*")))
+    ):
         raise RunDirError(f"--run {path} exists and is not an empty folder; name another one")
     _check_space(path)
     try:
@@ -114,6 +142,20 @@ def create(path: Path) -> RunDir:
     except OSError as error:
         raise RunDirError(f"--run {path} cannot be written ({error.strerror}); name another folder") from error
     return RunDir(path)
+
+
+@contextmanager
+def claimed(folder: RunDir) -> Iterator[None]:
+    """Hold a run directory for this process, until it ends in whatever way; RunDirError while another gate holds it."""
+    number = os.open(folder.path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirError(f"another gate is at work in {folder.path}; wait for it, or end it first") from error
+        yield
+    finally:
+        os.close(number)
 
 
 def _check_space(path: Path) -> None:
@@ -134,6 +176,17 @@ def existing(path: Path) -> RunDir:
     return RunDir(path.resolve())
 
 
+def begun(path: Path) -> RunDir:
+    """A run directory that holds at least a wish; RunDirError otherwise."""
+    if (path / "wish.json").is_file():
+        return RunDir(path.resolve())
+    return existing(path)
+
+
+def _lines(records: Iterable[Record]) -> bytes:
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+
+
 def _pretty(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value, order="deterministic"), indent=1) + b"\n"
 
@@ -146,6 +199,16 @@ def _write(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a rename on disk too: the file's bytes alone don't outlive a power cut under the new name."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 _Value = TypeVar("_Value")

@@ -1,35 +1,45 @@
-"""A session: one boot of an arm's server, its identity checked, its counters read, and its end made certain.
+"""A session: one boot of an arm's server (or a connection to one that runs), its identity checked, and its end made certain.
 
 Not here: what is asked of the server (gate/client.py), and in which order sessions come (gate/order.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
-import os
-import signal
 import socket
 import subprocess
-import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gate.arm import Arm
+from gate.arm import Arm, Peer
 from gate.host import Cores, pinned
+from gate.load import key_headers
+from gate.process import Child, tail
 
-# The caller's proxy variables must not send requests for 127.0.0.1 elsewhere.
+API = "generate/1"
+EXIT_USAGE = 64
+
+# The caller's proxy variables must not send requests for 127.0.0.1 elsewhere; the load client knows no proxy either.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_FAULTS = (OSError, ValueError, http.client.HTTPException)
 
 
 class ServerError(RuntimeError):
     """A server that did not come up or does not answer; the message ends with the tail of its log."""
+
+
+class UsageError(ServerError):
+    """A server that ended with exit code 64 while it started: its arguments are wrong, and `words` is its own sentence."""
+
+    def __init__(self, words: str, log: Path) -> None:
+        super().__init__(f"the server refused its command line: {words}\n{tail(log)}")
+        self.words = words
 
 
 class Refused(RuntimeError):
@@ -38,9 +48,9 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Boot:
-    """How servers are booted: the model folder, the device, the cores, and the time allowed (seconds)."""
+    """How servers are booted: the model folder (None: the arm's own affair), the device, the cores, the time allowed (s)."""
 
-    model: Path
+    model: Path | None
     device: str
     cores: Cores
     boot_s: float = 300.0
@@ -49,132 +59,168 @@ class Boot:
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: where it listens, its process, its log, and the seconds until it said it was healthy."""
+    """A running server: where it listens, its process (None: not ours), its log, and the seconds until it was healthy.
+
+    `keyed` says that the API key of the environment goes with each request.
+    """
 
     url: str
-    process: subprocess.Popen[bytes]
+    child: Child | None
     log: Path
     boot_seconds: float
+    keyed: bool = False
 
-    def death(self) -> str | None:
-        """A sentence if the server's process has ended, else None."""
-        code = self.process.poll()
+    def death(self, patience_s: float = 0.0) -> str | None:
+        """A sentence if the server's process has ended, or does within `patience_s` seconds; else None."""
+        if self.child is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            self.child.process.wait(patience_s)
+        code = self.child.process.returncode
         return None if code is None else f"the server ended with exit code {code}\n{tail(self.log)}"
 
     def info(self) -> dict[str, object]:
-        """The server's /info; ServerError when it does not answer with a JSON object."""
+        """The server's /info, empty for a peer that has none; ServerError when a tree's does not answer with an object."""
+        if self.keyed:
+            return peer_info(self.url)
         try:
-            found = json.loads(_get(f"{self.url}/info", timeout_s=10.0))
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            return _info(self.url)
+        except _FAULTS as error:
             raise ServerError(f"/info did not answer with JSON ({error})\n{tail(self.log)}") from error
-        if not isinstance(found, dict):
-            raise ServerError(f"/info answered with {type(found).__name__}, not an object")
-        return found
+
+    def model_name(self) -> str:
+        """The first name in /v1/models; Refused when there is none: the server has no OpenAI door."""
+        try:
+            return str(json.loads(_get(f"{self.url}/v1/models", 10.0, self.keyed))["data"][0]["id"])
+        except (*_FAULTS, LookupError, TypeError) as error:
+            raise Refused(
+                f"{self.url}/v1/models names no model ({error}), so the server has no OpenAI door; an engine with /info is "
+                f"asked by --door generate"
+            ) from error
 
     def counters(self) -> dict[str, float]:
         """The server's `walkgate_*` counters now; empty when /metrics does not answer in time."""
         try:
-            return parse_metrics(_get(f"{self.url}/metrics", timeout_s=5.0))
-        except (OSError, ValueError, http.client.HTTPException):
+            return parse_metrics(_get(f"{self.url}/metrics", 5.0, self.keyed))
+        except _FAULTS:
             return {}
 
 
 @contextmanager
-def serving(arm: Arm, boot: Boot, log: Path) -> Iterator[Server]:
-    """Start an arm's server, wait until it is healthy, yield it, and end its whole process group however this ends."""
+def serving(arm: Arm | Peer, boot: Boot, log: Path) -> Iterator[Server]:
+    """Start an arm's server, wait until it is healthy, yield it, and end its whole process group however this ends.
+
+    A URL is waited for and never ended.
+    """
+    if isinstance(arm, Peer) and arm.url:
+        began = time.perf_counter()
+        _wait_healthy(arm.url, None, log, boot.boot_s)
+        yield Server(arm.url, None, log, time.perf_counter() - began, keyed=True)
+        return
     port = free_port()
-    words = ["serve", str(boot.model), "--port", str(port), "--host", "127.0.0.1", "--device", boot.device]
-    began = time.perf_counter()
-    process = _start(arm, [*arm.command(*words), *arm.info.args], boot.cores, log)
+    url, began = f"http://127.0.0.1:{port}", time.perf_counter()
+    child = _start(arm, server_words(arm, boot, port), boot.cores, log)
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_healthy(url, process, log, boot.boot_s)
-        yield Server(url, process, log, time.perf_counter() - began)
+        _wait_healthy(url, child, log, boot.boot_s)
+        yield Server(url, child, log, time.perf_counter() - began, keyed=isinstance(arm, Peer))
     finally:
-        stop(process, boot.stop_s)
+        child.stop(boot.stop_s)
 
 
-def _start(arm: Arm, command: list[str], cores: Cores, log: Path) -> subprocess.Popen[bytes]:
+def server_words(arm: Arm | Peer, boot: Boot, port: int) -> list[str]:
+    """The command line of an arm's server at a port."""
+    if isinstance(arm, Peer):
+        return [*arm.command(port, boot.model), *arm.info.args]
+    words = ["serve", str(boot.model), "--port", str(port), "--host", "127.0.0.1", "--device", boot.device]
+    return [*arm.command(*words), *arm.info.args]
+
+
+def _start(arm: Arm | Peer, command: list[str], cores: Cores, log: Path) -> Child:
     environment = arm.environment()
     if cores.server:
         environment.setdefault("OMP_NUM_THREADS", str(len(cores.server)))
     # The child inherits the affinity of the thread that starts it.
-    with log.open("wb") as output, pinned(cores.server):
-        return subprocess.Popen(
-            command,
-            cwd=arm.tree,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_end_with(os.getpid()),
-            start_new_session=True,  # its own group: one kill reaches front and engine, and Ctrl-C reaches neither
-        )
+    with log.open("ab") as output, pinned(cores.server):
+        return Child(command, cwd=arm.tree, env=environment, stdout=output, stderr=output)
 
 
-def _end_with(parent: int) -> Callable[[], None] | None:
-    """What a child runs before its program, so that it gets SIGTERM when the gate is gone; None where Linux is not."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork as little as possible may run
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # the gate died between the fork and the request
-            os._exit(1)
-
-    return ask
-
-
-def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
+def _wait_healthy(url: str, child: Child | None, log: Path, limit_s: float) -> None:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with exit code {process.returncode} while starting\n{tail(log)}")
-        # OSError covers a refused connection, a time-out and a 503 alike: not ready.
-        with suppress(OSError, http.client.HTTPException):
-            _get(f"{url}/health", timeout_s=2.0)
+        code = child.process.poll() if child is not None else None
+        if code == EXIT_USAGE:
+            raise UsageError(_last_line(log), log)
+        if code is not None:
+            raise ServerError(f"the server ended with exit code {code} while starting\n{tail(log)}")
+        if is_healthy(url):
             return
         time.sleep(0.05)
     raise ServerError(f"the server was not healthy after {limit_s:.0f} s\n{tail(log)}")
 
 
-def check_identity(info: dict[str, object], arm: Arm, weights: str) -> None:
-    """Refuse a server whose /info does not state the tree's source digest and the plan's weights digest."""
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else "it wrote nothing"
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a server answers /health with 200, or /v1/models where it knows no /health."""
+    # OSError covers a refused connection, a time-out and a 503 alike: not ready.
+    with suppress(*_FAULTS):
+        try:
+            _get(f"{url}/health", 2.0)
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                return False
+            _get(f"{url}/v1/models", 2.0, keyed=True)
+        return True
+    return False
+
+
+def peer_info(url: str) -> dict[str, object]:
+    """A peer's /info; empty where it has none, or a page of its own at that place."""
+    with suppress(*_FAULTS):
+        return _info(url, keyed=True)
+    return {}
+
+
+def _info(url: str, keyed: bool = False) -> dict[str, object]:
+    found = json.loads(_get(f"{url}/info", 10.0, keyed))
+    if not isinstance(found, dict):
+        raise ValueError(f"{type(found).__name__}, not an object")
+    return found
+
+
+def is_ours(info: dict[str, object]) -> bool:
+    """Whether an /info is that of an engine with our own door."""
+    api = info.get("api")
+    return isinstance(api, list) and API in api
+
+
+def check_identity(info: dict[str, object], arm: Arm | Peer, weights: str, door: str = "generate") -> None:
+    """Refuse a server that is not the plan's: another source than the tree's, other weights, or no such door.
+
+    A peer's source can't be checked; its weights are where both it and the plan state a digest.
+    """
     name, source = arm.info.name, info.get("source_digest")
-    if source != arm.info.source_digest:
+    if isinstance(arm, Arm) and source != arm.info.source_digest:
         raise Refused(
             f"{name}: the server runs source {_short(source)} from {info.get('source_root', 'an unnamed folder')}, "
             f"but the arm's tree {arm.tree} is {_short(arm.info.source_digest)}: another engine was imported, "
             f"or the tree changed after the plan"
         )
-    if info.get("weights_digest") != weights:
+    stated = info.get("weights_digest")
+    if weights and stated != weights and not (isinstance(arm, Peer) and stated is None):
         raise Refused(
-            f"{name}: the server loaded weights {_short(info.get('weights_digest'))}, but the plan's model folder "
+            f"{name}: the server loaded weights {_short(stated)}, but the plan's model folder "
             f"is {_short(weights)}: both arms must serve the same weights"
         )
+    if door == "generate" and isinstance(arm, Peer) and not is_ours(info):
+        raise Refused(f"{name}: the server's /info does not list {API}; ask it by --door openai")
 
 
 def _short(digest: object) -> str:
     return digest[:12] if isinstance(digest, str) else "(none stated)"
-
-
-def stop(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """End a server's process group: SIGTERM, `patience_s` seconds, then SIGKILL for whatever is left of the group."""
-    try:
-        _signal_group(process, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-    finally:
-        # Also after a second Ctrl-C, and for children that outlived a front process which ended politely.
-        _signal_group(process, signal.SIGKILL)
-        process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # start_new_session made the process the leader, so its id is the group's id even after it has ended.
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 def free_port() -> int:
@@ -184,8 +230,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _get(url: str, timeout_s: float) -> str:
-    with _OPENER.open(url, timeout=timeout_s) as reply:
+def _get(url: str, timeout_s: float, keyed: bool = False) -> str:
+    request = urllib.request.Request(url, headers=key_headers() if keyed else {})
+    with _OPENER.open(request, timeout=timeout_s) as reply:
         return str(reply.read().decode("utf-8", errors="replace"))
 
 
@@ -203,13 +250,3 @@ def parse_metrics(text: str) -> dict[str, float]:
 def counter_changes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What each counter of `after` grew by since `before`; one that is new counts from zero."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
-
-
-def tail(log: Path, lines: int = 12) -> str:
-    """The last lines of a server's log, indented for a message."""
-    try:
-        text = log.read_bytes()[-8192:].decode("utf-8", errors="replace")
-    except OSError:
-        return f"  (no log at {log})"
-    kept = text.splitlines()[-lines:]
-    return "\n".join([f"  last lines of {log}:", *(f"  | {line}" for line in kept)]) if kept else f"  ({log} is empty)"

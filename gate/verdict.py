@@ -13,8 +13,18 @@ import msgspec
 
 from gate.cell import METRICS, SPEECH_TASKS, Cell
 from gate.greedy import GreedyPair, PcmPair, TokenMove, greedy_pairs, pcm_pairs, token_moves
-from gate.metrics import SessionMetric, better_is_up, is_finished, measured, session_metrics
-from gate.record import Record, RunData, SessionInfo, Thresholds
+from gate.metrics import (
+    LateClient,
+    PromptTokens,
+    SessionMetric,
+    better_is_up,
+    is_finished,
+    late_clients,
+    measured,
+    prompt_tokens,
+    session_metrics,
+)
+from gate.record import ArmInfo, Record, RunData, SessionInfo, Thresholds
 from gate.stats import Contrast, contrast, holm, is_equivalent, percent, sessions_to_settle, smallest_detectable
 from gate.wer import WerComparison, compare_wer
 
@@ -29,7 +39,8 @@ EXIT_OK, EXIT_WORSE, EXIT_UNDECIDED, EXIT_UNUSABLE = 0, 1, 2, 3
 class Fault(msgspec.Struct, frozen=True):
     """Something that makes evidence unusable: `count` of `of` requests of a cell, or a whole session (cell None).
 
-    `kind`: failed, short, missing audio, server (of one arm); source, weights, throttled (of the evidence itself).
+    `kind`: failed, short, missing audio, server (of one arm); source, weights, throttled (of the evidence itself); client (of
+    the evidence of one cell: the load client ended).
     """
 
     arm: str
@@ -68,7 +79,8 @@ class Comparisons(msgspec.Struct, frozen=True):
     """All that is derived from a run: verdicts per cell, faults, tokens, words, and the long table of metrics.
 
     `arm_verdict` speaks about whole sessions (a server that died): broken head, broken base, invalid, or None.
-    `single` marks a run of one arm. `unfinished` names (session, cell) pairs that a stopped session did not get to.
+    `single` marks a run of one arm. `unfinished` names (session, cell) pairs that a stopped session did not get to. `one_boot`
+    names the arms whose sessions all met one boot (URLs): verdicts are marked, since the spread between boots is not in them.
     """
 
     cells: list[CellComparison]
@@ -81,6 +93,9 @@ class Comparisons(msgspec.Struct, frozen=True):
     metrics: list[SessionMetric]
     unfinished: list[tuple[str, str]]
     single: bool
+    one_boot: list[str] = []
+    late: list[LateClient] = []
+    prompts: list[PromptTokens] = []
 
 
 def speed_verdict(metric: str, found: Contrast | None, p_holm: float | None, limits: Thresholds) -> str:
@@ -102,7 +117,7 @@ def compare(run: RunData) -> Comparisons:
     """Everything that a run's records say; the same run gives an equal value."""
     metrics, faults = session_metrics(run), find_faults(run)
     single = len(set(run.plan.order)) < 2
-    contrasts = {cell.name: _contrast(cell, metrics, run.plan.thresholds) for cell in run.plan.cells}
+    contrasts = {cell.name: _contrast(run, cell, metrics) for cell in run.plan.cells}
     standing = {cell.name: _standing(run, cell, faults, single) for cell in run.plan.cells}
     tested = {
         name: found.p
@@ -124,7 +139,14 @@ def compare(run: RunData) -> Comparisons:
         metrics=metrics,
         unfinished=_unfinished(run),
         single=single,
+        one_boot=_one_boot(run),
+        late=late_clients(run, metrics),
+        prompts=prompt_tokens(run),
     )
+
+
+def _one_boot(run: RunData) -> list[str]:
+    return [arm.name for arm in run.plan.arms if arm.kind == "url" and run.plan.order.count(arm.name) > 1]
 
 
 def values(metrics: Sequence[SessionMetric], cell: str, metric: str, arm: str) -> list[SessionMetric]:
@@ -132,15 +154,24 @@ def values(metrics: Sequence[SessionMetric], cell: str, metric: str, arm: str) -
     return [row for row in metrics if row.cell == cell and row.metric == metric and row.arm == arm]
 
 
-def _contrast(cell: Cell, metrics: Sequence[SessionMetric], limits: Thresholds) -> Contrast | None:
-    base, head = ([row.value for row in values(metrics, cell.name, cell.primary, arm)] for arm in ("base", "head"))
-    return contrast(base, head, limits.s_min, limits.alpha)
+def _contrast(run: RunData, cell: Cell, metrics: Sequence[SessionMetric]) -> Contrast | None:
+    base, head = ([row.value for row in rows] for rows in _sides(run, cell, metrics))
+    return contrast(base, head, run.plan.thresholds.s_min, run.plan.thresholds.alpha)
+
+
+def _sides(
+    run: RunData, cell: Cell, metrics: Sequence[SessionMetric]
+) -> tuple[list[SessionMetric], list[SessionMetric]]:
+    """The session values of a cell's primary metric on base and head; those of a run of one arm stand in base's place."""
+    names = dict.fromkeys(run.plan.order)
+    base, head = ("base", "head") if len(names) != 1 else (next(iter(names)), "")
+    return values(metrics, cell.name, cell.primary, base), values(metrics, cell.name, cell.primary, head)
 
 
 def _unfinished(run: RunData) -> list[tuple[str, str]]:
     return [
         (session.id, cell.name)
-        for session in sorted(run.sessions, key=lambda session: session.slot)
+        for session in _by_slot(run)
         for cell in run.plan.cells
         if not is_finished(run, cell, measured(run.records, session.id, cell.name))
     ]
@@ -155,7 +186,7 @@ def _cell_comparison(
     standing: tuple[str | None, list[str]],
 ) -> CellComparison:
     limits = run.plan.thresholds
-    base, head = (values(metrics, cell.name, cell.primary, arm) for arm in ("base", "head"))
+    base, head = _sides(run, cell, metrics)
     verdict, reasons = standing
     if verdict is None:
         verdict = speed_verdict(cell.primary, found, adjusted.get(cell.name), limits)
@@ -221,6 +252,9 @@ def _standing(run: RunData, cell: Cell, faults: Sequence[Fault], single: bool) -
     if _serves(run, cell, "base") is False and _serves(run, cell, "head"):
         return NEW_IN_HEAD, ["base's /info does not list it"]
     here = [fault for fault in faults if fault.cell == cell.name]
+    lost = [fault.words for fault in here if fault.kind == "client"]
+    if lost:
+        return INVALID, lost
     arms = {fault.arm for fault in here}
     reasons = [fault.words for fault in here]
     if _serves(run, cell, "head") is False and _serves(run, cell, "base"):
@@ -239,7 +273,8 @@ def _serves(run: RunData, cell: Cell, arm: str) -> bool | None:
     infos = [session.info for session in run.sessions if session.arm == arm and "tasks" in session.info]
     if not infos:
         return None
-    return all(cell.task in info["tasks"] and API in info.get("api", [API]) for info in infos)
+    ours = run.plan.door == "generate"
+    return all(cell.task in info["tasks"] and (API in info.get("api", [API]) or not ours) for info in infos)
 
 
 _EVIDENCE_KINDS = frozenset({"source", "weights", "throttled"})
@@ -257,9 +292,10 @@ def _arm_verdict(faults: Sequence[Fault]) -> str | None:
 def find_faults(run: RunData) -> list[Fault]:
     """Every fault of a run, by slot and cell."""
     faults: list[Fault] = []
-    for session in sorted(run.sessions, key=lambda session: session.slot):
+    for session in _by_slot(run):
         faults += _session_faults(run, session)
         for cell in run.plan.cells:
+            faults += _client_faults(session, cell)
             faults += _cell_faults(session, cell, measured(run.records, session.id, cell.name))
     return faults
 
@@ -270,12 +306,16 @@ def _session_faults(run: RunData, session: SessionInfo) -> list[Fault]:
 
     arm = next((arm for arm in run.plan.arms if arm.name == session.arm), run.plan.arms[0])
     found = []
-    if session.source_digest and session.source_digest != arm.source_digest:
-        served, asked = session.source_digest[:12], arm.source_digest[:12]
-        found.append(fault("source", f"{session.id} served source {served}, the plan's tree is {asked}"))
-    if session.weights_digest and session.weights_digest != run.plan.model_digest:
-        loaded, asked = session.weights_digest[:12], run.plan.model_digest[:12]
-        found.append(fault("weights", f"{session.id} loaded weights {loaded}, the plan names {asked}"))
+    source, whose = _expected_source(run, arm)
+    if session.source_digest and session.source_digest != source:
+        found.append(
+            fault("source", f"{session.id} served source {session.source_digest[:12]}, {whose} is {source[:12]}")
+        )
+    weights, whose = _expected_weights(run)
+    if session.weights_digest and session.weights_digest != weights:
+        found.append(
+            fault("weights", f"{session.id} loaded weights {session.weights_digest[:12]}, {whose} {weights[:12]}")
+        )
     share = throttled_share(session)
     if share is not None and share > run.plan.thresholds.throttled:
         limit = percent(math.log1p(run.plan.thresholds.throttled))
@@ -289,6 +329,25 @@ def _session_faults(run: RunData, session: SessionInfo) -> list[Fault]:
     return found
 
 
+def _expected_source(run: RunData, arm: ArmInfo) -> tuple[str, str]:
+    """The source that an arm's sessions must serve, and whose it is: the plan's tree, or for a peer its own first session."""
+    if arm.source_digest:
+        return arm.source_digest, "the plan's tree"
+    stated = (s.source_digest for s in _by_slot(run) if s.arm == arm.name and s.source_digest)
+    return next(stated, ""), "the arm's first session"
+
+
+def _expected_weights(run: RunData) -> tuple[str, str]:
+    """The weights of every session that states any: the plan's, or where it has none those of the first session."""
+    if run.plan.model_digest:
+        return run.plan.model_digest, "the plan names"
+    return next((s.weights_digest for s in _by_slot(run) if s.weights_digest), ""), "the first session"
+
+
+def _by_slot(run: RunData) -> list[SessionInfo]:
+    return sorted(run.sessions, key=lambda session: session.slot)
+
+
 def throttled_share(session: SessionInfo) -> float | None:
     """The share of a session's core time that a CPU quota took; None when the machine records don't tell."""
     before, after = session.host_before, session.host_after
@@ -298,6 +357,14 @@ def throttled_share(session: SessionInfo) -> float | None:
     elapsed = after["monotonic_s"] - before["monotonic_s"]
     cores = len(before.get("cores_allowed") or [0])  # the count adds up over cores
     return float(after["throttled_s"] - before["throttled_s"]) / (elapsed * cores) if elapsed > 0 else None
+
+
+def _client_faults(session: SessionInfo, cell: Cell) -> list[Fault]:
+    words = session.client_failures.get(cell.name)
+    if words is None:
+        return []
+    said = (words.splitlines() or [""])[0]
+    return [Fault(session.arm, session.id, cell.name, "client", 1, 1, f"{session.id}: {said}")]
 
 
 def _cell_faults(session: SessionInfo, cell: Cell, records: Sequence[Record]) -> list[Fault]:

@@ -180,9 +180,10 @@ def _compare_cell(run: RunData, cell: str) -> WerComparison:
     for session in sorted(run.sessions, key=lambda session: session.slot):
         records = [r for r in run.records if r.session == session.id and r.cell == cell and not r.warm]
         found = clip_errors(sorted(records, key=lambda record: record.index), run.items)
+        side = "head" if session.arm == "head" else "base"  # a run of one arm stands in base's place
         if found:
-            clips.setdefault(session.arm, []).extend(found)
-            rows.setdefault(session.arm, []).append(totals(session.id, session.arm, cell, found))
+            clips[side].extend(found)
+            rows[side].append(totals(session.id, session.arm, cell, found))
     sums, count = _block_sums(clips["base"], clips["head"])
     if not count:
         return WerComparison(cell, rows["base"], rows["head"], None, None, None, 0, 0, "no verdict")

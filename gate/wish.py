@@ -14,12 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from gate.arm import Arm, ArmChoice, resolve, weights_digest
+from gate.arm import Arm, ArmChoice, ArmError, Peer, resolve, weights_digest
 from gate.cell import Cell
 from gate.client import Limits
 from gate.host import available_cores
+from gate.markdown import plural
 from gate.order import session_order
 from gate.record import Plan, Thresholds
+from gate.session import is_healthy, is_ours, peer_info
 from gate.workload import (
     Workload,
     WorkloadError,
@@ -33,6 +35,7 @@ from gate.workload import (
 )
 
 EXPECT_FLAG = "--expect-token-changes"
+DOORS = ("auto", "generate", "openai")
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,23 @@ class Wish:
     workloads: Path = field(default_factory=default_root)
     limits: Limits = field(default_factory=Limits)
     boot_s: float = 300.0
+    door: str = "auto"
     command: str = ""  # what to type for this run again; empty: made from the rest
 
 
 def check(wish: Wish) -> None:
     """Find everything a wish names before anything is written; the errors are those of making it."""
-    for choice in wish.choices:
-        resolve(choice, wish.repository)
+    resolved = [resolve(choice, wish.repository) for choice in wish.choices]
     cells = chosen_cells(wish)
+    if wish.door not in DOORS:
+        raise ArmError(f"--door {wish.door!r} does not exist; there are {', '.join(DOORS)}")
     if wish.model is not None:
         weights_digest(wish.model)
+    elif all(one.peer for one in resolved) and any("{model}" in one.peer for one in resolved):
+        raise ArmError("a command names {model}, but there is none: name a checkpoint with --model")
+    for one in resolved:
+        if one.kind == "url" and not is_healthy(one.peer):
+            raise ArmError(f"{one.choice.name} {one.peer} answers neither /health nor /v1/models; start it first")
     if wish.librispeech != "hub":  # a download goes into the run directory, which is not there yet
         load_workloads(wish, cells, wish.run_dir)
 
@@ -110,7 +120,20 @@ def _on_librispeech(cell: Cell, clips: int) -> Cell:
     return msgspec.structs.replace(cell, workload="librispeech") if cell.task == "A2S" else cell
 
 
-def make_plan(wish: Wish, arms: Sequence[Arm], cells: list[Cell], workloads: dict[str, Workload], model: Path) -> Plan:
+def choose_door(asked: str, arms: Sequence[Arm | Peer]) -> str:
+    """The door for both arms: ours where each is a tree or a URL whose /info lists it, else OpenAI's, unless one is asked for.
+
+    A command is asked at OpenAI's: what it starts is not known before it runs.
+    """
+    if asked != "auto":
+        return asked
+    ours = all(isinstance(arm, Arm) or (arm.url and is_ours(peer_info(arm.url))) for arm in arms)
+    return "generate" if ours else "openai"
+
+
+def make_plan(
+    wish: Wish, arms: Sequence[Arm | Peer], cells: list[Cell], workloads: dict[str, Workload], model: Path | None
+) -> Plan:
     """The plan of a run; with one arm, both places of `arms` hold it and the order names it alone."""
     infos = (arms[0].info, arms[-1].info)
     names = [arm.info.name for arm in arms]
@@ -124,8 +147,8 @@ def make_plan(wish: Wish, arms: Sequence[Arm], cells: list[Cell], workloads: dic
         order=order,
         seed=wish.seed,
         thresholds=Thresholds(),
-        model_path=str(model),
-        model_digest=weights_digest(model),
+        model_path=str(model) if model is not None else "",
+        model_digest=weights_digest(model) if model is not None else "",
         workload_hash=workload_hash(workloads.values()),
         workload_counts={workload.name: len(workload.items) for workload in workloads.values()},
         workload_labels={workload.name: workload.label for workload in workloads.values()},
@@ -133,6 +156,7 @@ def make_plan(wish: Wish, arms: Sequence[Arm], cells: list[Cell], workloads: dic
         command=command_line(wish),
         cores=available_cores().sentence(),
         gate_version=gate_version(),
+        door=choose_door(wish.door, arms),
     )
 
 
@@ -160,6 +184,7 @@ def command_line(wish: Wish) -> str:
     words += ["--model", str(wish.model)] if wish.model is not None else []
     words += ["--librispeech", wish.librispeech] if wish.librispeech is not None else []
     words += ["--workloads", str(wish.workloads)] if wish.workloads != default_root() else []
+    words += ["--door", wish.door] if wish.door != "auto" else []
     words += ["--device", wish.device] if wish.device != "cpu" else []
     words += [EXPECT_FLAG] if wish.expect_token_changes else []
     return shlex.join(words)
@@ -172,8 +197,9 @@ def price(plan: Plan) -> str:
     warm = sum(cell.warm_waves * cell.concurrency for cell in plan.cells)
     tokens = sum((cell.requests + cell.warm_waves * cell.concurrency) * cell.max_tokens for cell in plan.cells)
     return (
-        f"price: {sessions} server boots ({' '.join(plan.order)}), each with {len(plan.cells)} cells, {measured} requests "
-        f"measured and {warm} in warm waves, at most {tokens} tokens; {sessions * measured} measured requests in all"
+        f"price: {plural(sessions, 'session')} ({' '.join(plan.order)}), each with {plural(len(plan.cells), 'cell')}, "
+        f"{plural(measured, 'request')} measured and {warm} in warm waves, at most {plural(tokens, 'token')}; "
+        f"{plural(sessions * measured, 'measured request')} in all"
     )
 
 
@@ -208,7 +234,7 @@ def pinned_to(wish: Wish, plan: Plan) -> Wish:
         replace(choice, ref=arms[choice.name].commit or choice.ref) if arms[choice.name].kind == "commit" else choice
         for choice in wish.choices
     )
-    return replace(wish, choices=choices, model=Path(plan.model_path))
+    return replace(wish, choices=choices, model=Path(plan.model_path) if plan.model_path else None)
 
 
 def differences(plan: Plan, other: Plan) -> list[str]:
@@ -218,5 +244,14 @@ def differences(plan: Plan, other: Plan) -> list[str]:
         for arm, now in zip(plan.arms, other.arms, strict=True)
         if arm.source_digest != now.source_digest
     ]
-    parts = {"model_digest": "the weights", "workload_hash": "the workload", "cells": "the cells", "order": "the order"}
-    return found + [words for name, words in parts.items() if getattr(plan, name) != getattr(other, name)]
+    parts = {
+        "model_digest": "the weights",
+        "workload_hash": "the workload",
+        "cells": "the cells",
+        "order": "the order",
+        "door": "the door",
+    }
+    # Both places hold the one arm of a run without a comparison.
+    return list(dict.fromkeys(found)) + [
+        words for name, words in parts.items() if getattr(plan, name) != getattr(other, name)
+    ]

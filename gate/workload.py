@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -132,7 +133,19 @@ def load_librispeech(folder: Path) -> Workload:
     items = [_utterance(path) for path in sorted(folder.rglob("*.flac"))]
     if not items:
         raise WorkloadError(f"--librispeech {folder} holds no SPEAKER/CHAPTER/*.flac")
+    for path in sorted(folder.rglob("*.trans.txt")):
+        _check_audio(path, {item.id for item in items})
     return _checked(Workload("librispeech", f"{folder.name}, {len(items)} clips", tuple(items), folder))
+
+
+def _check_audio(transcripts: Path, clips: Collection[str]) -> None:
+    """Refuse a transcript whose clip is not there: a set that lost clips would be judged as if it were whole."""
+    names = (line.partition(" ")[0] for line in _text_lines(transcripts))
+    lost = next((name for name in names if name and name not in clips), None)
+    if lost is not None:
+        raise WorkloadError(
+            f"{transcripts} has a line for {lost}, but there is no {lost}.flac; fetch it, or drop the line"
+        )
 
 
 def _utterance(path: Path) -> Item:
@@ -154,18 +167,22 @@ def _utterance(path: Path) -> Item:
 
 
 def _transcript(path: Path, utterance: str) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise WorkloadError(
-            f"{path} cannot be read ({error.strerror}); it holds the transcript of {utterance}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path} is not UTF-8 at byte {error.start}; write it again as UTF-8") from error
+    lines = _text_lines(path, f"; it holds the transcript of {utterance}")
     found = next((words for name, _, words in (line.partition(" ") for line in lines) if name == utterance), None)
     if found is None:
         raise WorkloadError(f"{path} has no line for {utterance}")
+    if not found.strip():
+        raise WorkloadError(f"{path} has no words for {utterance}; write them, or remove the clip and its line")
     return found
+
+
+def _text_lines(path: Path, why: str = "") -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be read ({error.strerror}){why}") from error
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path} is not UTF-8 at byte {error.start}; write it again as UTF-8") from error
 
 
 def librispeech_from_hub(target: Path) -> Workload:
@@ -181,6 +198,7 @@ def librispeech_from_hub(target: Path) -> Workload:
             f"{HUB_DATASET} cannot be had from the hub ({first}); name a folder: --librispeech PATH"
         ) from error
     folder = target / "test-clean"
+    shutil.rmtree(folder, ignore_errors=True)  # a resumed run writes it again, and lines are appended
     for row in rows:
         _write_utterance(folder, str(row["id"]), str(row["text"]), row["audio"])
     return load_librispeech(folder)

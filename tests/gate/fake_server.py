@@ -1,4 +1,4 @@
-"""A small real HTTP server that speaks the engine's contract, with faults and delays to order.
+"""A small real HTTP server that speaks the engine's contract (and OpenAI's), with faults and delays to order.
 
 Tests copy this file to `engine/server/cli.py` of a scratch tree, so the gate starts it as it starts the real engine. What it
 does wrong is read from `engine/behaviour.json` of that tree; tokens are a function of the prompt and audio bytes alone.
@@ -10,12 +10,14 @@ import argparse
 import asyncio
 import base64
 import hashlib
+import io
 import json
 import os
 import signal
 import struct
 import sys
 import time
+import wave
 from pathlib import Path
 
 from aiohttp import web
@@ -60,6 +62,13 @@ DEFAULTS: dict[str, object] = {
     "weights_digest": None,
     "ignore_sigterm": False,
     "exit_at_start": None,  # an exit code, straight away
+    "usage_after": None,  # exit code 64 after this many boots, counted beside the model
+    "peer": False,  # OpenAI's interface alone: no /health, /info, /metrics or /generate
+    "page": False,  # a peer's page for people at every other address
+    "sound": "openai",  # how chat completions send sound; "omni": a WAV file a chunk in delta.content
+    "key": None,  # the API key that every request must bring
+    "more_prompt": 0,  # prompt tokens counted beside those of the text
+    "no_usage": False,  # chat completions never send usage
 }
 
 
@@ -135,6 +144,48 @@ class Fake:
         await reply.write_eof()
         return reply
 
+    async def page(self, _: web.Request) -> web.Response:
+        return web.Response(text="<html>Welcome</html>", content_type="text/html")
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if self.behaviour["key"] and request.headers.get("Authorization") != f"Bearer {self.behaviour['key']}":
+            fault = {"message": "Unauthorized", "type": "invalid_request_error", "param": None, "code": 401}
+            return web.json_response({"error": fault}, status=401)
+        asked, self.requests = as_generate(body), self.requests + 1
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        for chunk in self.chunks(asked):
+            await asyncio.sleep(float(self.behaviour["token_ms"]) / 1e3)
+            await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        if not self.behaviour["cut"]:
+            await reply.write(b": bye\n\ndata: [DONE]\n\n")
+        await reply.write_eof()
+        return reply
+
+    def chunks(self, asked: dict[str, object]):
+        yield chunk({"role": "assistant", "content": ""})
+        for line in self.lines(asked):
+            if "error" in line:
+                yield {"error": {"message": line["error"]["message"], "type": "server_error", "code": None}}
+                return
+            if "finished" in line:
+                yield chunk({}, finish_reason=line["finish_reason"])
+                usage = {key: line["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
+                if not self.behaviour["no_usage"]:
+                    yield {"object": "chat.completion.chunk", "choices": [], "usage": usage}
+            elif "pcm" not in line:
+                yield chunk({"content": line["text"]})
+            elif self.behaviour["sound"] == "openai":
+                yield chunk({"audio": {"id": "a", "data": line["pcm"]}})
+            else:
+                data = base64.b64encode(wav(base64.b64decode(line["pcm"]))).decode()
+                usage = {"prompt_tokens": 0, "completion_tokens": 0}
+                yield {**chunk({"content": data}), "modality": "audio", "usage": usage}
+
     def lines(self, body: dict[str, object]):
         if self.behaviour["raise_on"] and self.behaviour["raise_on"] in body["text"]:
             yield {"error": {"message": "planted", "field": None, "code": "internal"}}
@@ -155,7 +206,8 @@ class Fake:
             return
         frames = int(body.get("speech", {}).get("max_frames", 8)) if "audio" in body["output"] else 0
         sent = 0 if self.behaviour["no_audio"] else frames * FRAME_SAMPLES
-        usage = {"prompt_tokens": len(body["text"].split()), "completion_tokens": len(ids), "audio_samples": sent}
+        prompt = len(body["text"].split()) + int(self.behaviour["more_prompt"])
+        usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "audio_samples": sent}
         yield {
             "finished": True,
             "finish_reason": "length" if body["ignore_eos"] else "stop",
@@ -184,25 +236,67 @@ class Fake:
             yield {"pcm": base64.b64encode(pcm).decode(), "sample_rate": 24000, "frames": count}
 
 
+def as_generate(body: dict[str, object]) -> dict[str, object]:
+    """What a chat completion asks, as a body of /generate."""
+    content = body["messages"][-1]["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {
+        "text": "".join(part["text"] for part in parts if part["type"] == "text"),
+        "audio": [part["input_audio"]["data"] for part in parts if part["type"] == "input_audio"],
+        "output": body["modalities"],
+        "max_tokens": body["max_tokens"],
+        "ignore_eos": body.get("ignore_eos", False),
+        "speech": body.get("speech", {}),
+    }
+
+
+def chunk(delta: dict[str, object], finish_reason: str | None = None) -> dict[str, object]:
+    return {
+        "object": "chat.completion.chunk",
+        "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}],
+        "usage": None,
+    }
+
+
+def wav(pcm: bytes) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(24000)
+        out.writeframes(pcm)
+    return file.getvalue()
+
+
 def serve(model: Path, port: int) -> None:
     path = PACKAGE / "behaviour.json"
     behaviour = {**DEFAULTS, **(json.loads(path.read_text()) if path.is_file() else {})}
     if behaviour["exit_at_start"] is not None:
-        print("the fake gives up at once")
+        print("the fake gives up at once: no such switch")
         raise SystemExit(int(behaviour["exit_at_start"]))
+    if behaviour["usage_after"] is not None:
+        boots = model.parent / "boots"
+        boots.write_text(boots.read_text() + "." if boots.is_file() else ".")
+        if len(boots.read_text()) > int(behaviour["usage_after"]):
+            print("no more boots")
+            raise SystemExit(64)
     if behaviour["ignore_sigterm"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note("boot")
     fake = Fake(model, behaviour)
     app = web.Application(client_max_size=2**28)
-    app.add_routes(
-        [
-            web.get("/health", fake.health),
-            web.get("/info", fake.info),
-            web.get("/metrics", fake.metrics),
-            web.post("/generate", fake.generate),
-        ]
-    )
+    app.add_routes([web.get("/v1/models", fake.models), web.post("/v1/chat/completions", fake.chat)])
+    if behaviour["page"]:
+        app.add_routes([web.get("/{anything:.*}", fake.page)])
+    if not behaviour["peer"]:
+        app.add_routes(
+            [
+                web.get("/health", fake.health),
+                web.get("/info", fake.info),
+                web.get("/metrics", fake.metrics),
+                web.post("/generate", fake.generate),
+            ]
+        )
     web.run_app(app, host="127.0.0.1", port=port, print=None, handle_signals=not behaviour["ignore_sigterm"])
     note("stop")
 

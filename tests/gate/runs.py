@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from gate.cell import Cell
-from gate.record import ArmInfo, EventStamp, Item, Plan, Record, RunData, SessionInfo
+from gate.record import ArmInfo, EventStamp, Item, Lag, Plan, Record, RunData, SessionInfo
 
 SOURCE = {"base": "ba5e" * 16, "head": "4ead" * 16}
 WEIGHTS = "da7a" * 16
@@ -114,7 +114,8 @@ def session_info(name: str, slot: int, **changes: object) -> SessionInfo:
         },
         "host_before": {**host, "monotonic_s": 100.0 + 30 * slot},
         "host_after": {**host, "monotonic_s": 120.0 + 30 * slot},
-        "counters": {"T2T@1 walkgate_steps_total": 44.0, "T2T@1 gate_client_lag_ms": 1.5},
+        "counters": {"T2T@1 walkgate_steps_total": 44.0},
+        "client_lag": {"T2T@1": Lag(0.1, 0.6, 1.5)},
         "problems": [],
     }
     return SessionInfo(**{**values, **changes})  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -61,6 +62,32 @@ def test_worktrees_go_also_when_the_run_is_interrupted(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), laid_out((ArmChoice("base", "HEAD"),), repo, tmp_path / "run", keep=False):
         raise KeyboardInterrupt
     assert run_git(repo, "worktree", "list").count("\n") == 0
+
+
+def test_half_a_snapshot_that_a_killed_gate_left_is_made_again_and_a_whole_one_kept(tmp_path: Path) -> None:
+    repo, half = make_repository(tmp_path / "repo", {}), tmp_path / "run" / "arms" / "base.part"
+    half.mkdir(parents=True)
+    (half / "leftover.py").write_text("half")
+    choices = (ArmChoice("base", "."),)
+    with laid_out(choices, repo, tmp_path / "run", keep=False) as (arm,):
+        assert not (arm.tree / "leftover.py").exists() and (arm.tree / "engine" / "behaviour.json").is_file()
+        digest = arm.info.source_digest
+    (repo / "engine" / "behaviour.json").write_text("changed since")
+    with laid_out(choices, repo, tmp_path / "run", keep=False) as (arm,):
+        assert arm.info.source_digest == digest
+
+
+def test_a_worktree_that_a_killed_git_left_locked_is_made_again(tmp_path: Path) -> None:
+    repo, target = make_repository(tmp_path / "repo", {}), tmp_path / "run" / "arms" / "base"
+    run_git(repo, "worktree", "add", "--detach", "--lock", "--reason", "initializing", str(target), "HEAD")
+    (target / "engine" / "__init__.py").unlink()
+    for left in (True, False):
+        with laid_out((ArmChoice("base", "HEAD"),), repo, tmp_path / "run", keep=False) as (arm,):
+            assert (arm.tree / "engine" / "__init__.py").is_file()
+        assert run_git(repo, "worktree", "list").count("\n") == 0
+        if left:
+            run_git(repo, "worktree", "add", "--detach", "--lock", str(target), "HEAD")
+            shutil.rmtree(target)
 
 
 def test_keep_leaves_the_worktree(tmp_path: Path) -> None:

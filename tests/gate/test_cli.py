@@ -18,6 +18,7 @@ from gate import cli
 from gate.cli import app, first_part, found_plants
 from gate.plant import CHOOSE, LAUNCH
 from gate.rundir import RunDir
+from gate.verdict import compare
 from tests.gate.runs import make_run
 from tests.gate.test_report import planted_run
 from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
@@ -49,7 +50,7 @@ def test_compare_prints_the_reports_path_headline_and_first_table_and_report_say
     assert f"report: {report}" in done.stdout
     assert first_part(report.read_text()) in done.stdout
     assert "| T2T@2" in done.stdout
-    assert "price: 2 server boots" in done.stderr
+    assert "price: 2 sessions" in done.stderr
     before = report.read_bytes()
     report.unlink()
     again = call("report", "../run")
@@ -89,9 +90,20 @@ def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
         (["compare", "HEAD", "HEAD", "--run", "."], "exists and is not an empty folder"),
         (["compare", "HEAD", "HEAD", "--sessions", "0"], "Invalid value for '--sessions'"),
         (["compare", "HEAD", "HEAD", "--colour", "red"], "No such option"),
+        (["compare", "HEAD", "ftp://x"], "head 'ftp://x' is no server's address"),
+        (["compare", "HEAD", "--head-command", "serve"], "head's command 'serve' does not say where its port goes"),
+        (
+            ["compare", "HEAD", "--head-command", "x", "--head-dir", "."],
+            "--head-dir and --head-command name head twice",
+        ),
+        (
+            ["compare", "HEAD", "HEAD", "--door", "front"],
+            "--door 'front' does not exist; there are auto, generate, openai",
+        ),
+        (["run", "HEAD", "--args", "'"], '--args "\'" is not quoted as a shell wants it'),
         (["compere"], "No such command"),
         (["report", "nowhere"], "holds no plan.json"),
-        (["run", "no-such"], "base 'no-such' is neither a commit"),
+        (["run", "no-such"], "arm 'no-such' is neither a commit"),
         (["plant", "melt", "."], "KIND 'melt' does not exist; there are slow, flip, raise"),
         (["plant", "slow", "."], "engine/lane.py does not exist"),
     ],
@@ -126,10 +138,10 @@ def test_a_failure_of_the_gate_itself_is_a_traceback_and_70_and_never_the_1_of_a
 
 def test_the_demo_says_which_planted_faults_were_found() -> None:
     more = "More sessions prove more: gate demo --sessions 5"
-    assert found_plants(planted_run()) == (
+    assert found_plants(compare(planted_run())) == (
         f"planted: slower decoding: found in 2 of 4 cells; flipped token: found. {more}"
     )
-    assert found_plants(make_run({"base": [2000, 2001], "head": [2001, 2000]})) == (
+    assert found_plants(compare(make_run({"base": [2000, 2001], "head": [2001, 2000]}))) == (
         "planted: slower decoding: not proven; this machine was too busy for so few sessions; "
         f"flipped token: not found. {more}"
     )
@@ -173,7 +185,7 @@ def test_moved_tokens_are_1_and_expected_ones_are_not_also_for_report(place: Pat
 def test_run_measures_one_arm_and_prints_its_metrics(place: Path) -> None:
     done = call("run", "HEAD", *quick("--run", "../one"))
     assert done.exit_code == 0, done.output
-    assert "| cell | metric | 01-base |" in done.stdout
+    assert "| cell | metric | 01-arm |" in done.stdout
     assert "| T2T@2 | failed (requests) | 0 |" in done.stdout
 
 
@@ -195,7 +207,7 @@ def test_a_full_disk_is_a_sentence_that_says_what_is_kept(place: Path, monkeypat
 
     monkeypatch.setattr(RunDir, "append_records", full)
     done = call("compare", "HEAD", "HEAD", *quick("--run", "../run"))
-    assert done.exit_code == 3
+    assert done.exit_code == 70
     assert "gate: the disk is full: records.jsonl; what was measured is kept: gate report ../run" in done.stderr
     assert run_git(place / "repo", "worktree", "list").count("\n") == 0
 

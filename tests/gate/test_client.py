@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gate.cell import Cell
-from gate.client import Limits, Target, measure, request_body
+from gate.client import Limits, Target, measure
+from gate.generate import GenerateDoor
 from gate.record import Item, Record
 from gate.session import serving
 from tests.gate.test_session import make_arm
@@ -57,7 +58,7 @@ def run(target: Target, what: Cell, items: list[Item], warm: list[Item], root: P
 
 
 def test_a_greedy_cell_asks_for_top_two_and_trace_and_another_does_not() -> None:
-    body = json.loads(request_body(cell(), prompts(1)[0], Path()))
+    body = json.loads(GenerateDoor().body(cell(), prompts(1)[0], Path()))
     assert body == {
         "text": "prompt 0",
         "output": ["text"],
@@ -68,13 +69,13 @@ def test_a_greedy_cell_asks_for_top_two_and_trace_and_another_does_not() -> None
         "top_logprobs": 2,
         "trace": True,
     }
-    assert "trace" not in json.loads(request_body(cell(greedy=False), prompts(1)[0], Path()))
+    assert "trace" not in json.loads(GenerateDoor().body(cell(greedy=False), prompts(1)[0], Path()))
 
 
 def test_a_speech_cell_sends_the_clip_as_base64_and_asks_for_audio_of_a_fixed_length(tmp_path: Path) -> None:
     write_tone(tmp_path / "clips" / "a.flac", 300, 0.1)
     item = Item(id="a", text="Say.", audio="clips/a.flac", audio_seconds=0.1, reference="x", speaker=None)
-    body = json.loads(request_body(cell("A2S"), item, tmp_path))
+    body = json.loads(GenerateDoor().body(cell("A2S"), item, tmp_path))
     assert base64.b64decode(body["audio"][0]) == (tmp_path / "clips" / "a.flac").read_bytes()
     assert body["output"] == ["text", "audio"]
     assert body["speech"] == {"max_frames": 6, "ignore_eos": True}

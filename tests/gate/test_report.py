@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gate.record import Record, RunData, SessionInfo
+from gate.record import Lag, Record, RunData, SessionInfo
 from gate.report import outliers, render_report, report_json
 from gate.verdict import compare
-from tests.gate.runs import A2T, T2S, T2T, make_run
+from tests.gate.runs import A2T, SOURCE, T2S, T2T, WEIGHTS, make_run
 
 GOLDEN = Path(__file__).parent / "golden" / "report.md"
 STEADY = {"base": [2000, 2002, 1998], "head": [2001, 1999, 2000]}
@@ -46,9 +46,9 @@ def planted_run() -> RunData:
             "T2T@1 walkgate_steps_total": 44.0,
             "T2T@1 walkgate_plan_cache_hits_total": 40.0 if session.arm == "base" else 36.0,
             "T2T@1 walkgate_step_seconds_sum": 0.1 + session.slot / 100,
-            "T2T@1 gate_client_lag_ms": 1.5 + session.slot,
         }
-        return changes(session, counters=counters)
+        lag = {"T2T@1": Lag(0.1, 0.5, 1.5 + session.slot), "A2T@1": Lag(0.2, 0.9, 1.0)}
+        return changes(session, counters=counters, client_lag=lag)
 
     gaps = {"base": [2000, 2002, 2100], "head": [2600, 2604, 2597]}
     return make_run(gaps, [T2T, T2T_4, A2T, T2S], change=change, info=info)
@@ -239,6 +239,53 @@ def test_a_machine_that_was_not_quiet_is_said_under_the_headline(host: dict[str,
     lines = rendered(make_run(STEADY, info=disturbed)).splitlines()
 
     assert lines[2] == line if line else "quiet machine" not in "\n".join(lines)
+
+
+def at_urls(run: RunData) -> RunData:
+    arms = tuple(
+        changes(arm, kind="url", ref=f"http://{arm.name}:1", commit=None, source_digest="") for arm in run.plan.arms
+    )
+    plan = changes(run.plan, arms=arms, model_path="", model_digest="", door="openai")
+    return changes(run, plan=plan)
+
+
+def test_verdicts_on_servers_that_were_not_booted_are_marked_and_what_was_not_checked_is_said() -> None:
+    def silent(session: SessionInfo) -> SessionInfo:
+        return changes(session, info={}, source_digest="", weights_digest="") if session.arm == "head" else session
+
+    def as_text(record: Record) -> Record:
+        said = "one two" if record.arm == "base" or record.index else "one |"
+        return changes(record, token_ids=[], top2=[], text=said)
+
+    slower = {"base": [2000, 2001], "head": [2600, 2601]}
+    text = rendered(at_urls(make_run(slower, change=as_text, info=silent)))
+    lines = text.splitlines()
+    (row,) = [line for line in lines if line.startswith("| T2T@1 tok/s ↑ |")]
+    assert row.endswith("| **regression** (one boot) |")
+    assert f"- base: `http://base:1` (URL), source {SOURCE['base']}, not checked (URL arm), weights {WEIGHTS}" in lines
+    assert "- head: `http://head:1` (URL), a peer: no /info, source not checked (URL arm)" in lines
+    assert any(
+        line.startswith("- one boot: every session of base and head met the same running server") for line in lines
+    )
+    assert "| T2T@1 | `p00` | 4 | `'t'` | `'\\|'` | margin not traced | 2 of 2 |" in lines
+    assert "| model | each arm its own; the gate named none |" in lines
+    assert "| door | POST /v1/chat/completions, tokens counted by usage and compared as text |" in lines
+
+
+def test_arms_that_did_not_read_the_same_prompt_are_named_with_their_counts() -> None:
+    def longer(record: Record) -> Record:
+        return changes(record, prompt_tokens=8) if record.arm == "head" and record.index == 3 else record
+
+    gaps = {"base": [2000, 2001], "head": [2000, 2001]}
+    told = "- prompt tokens a request, base and head: T2T@1 5 and 5.750 (equal in 3 of 4 requests). **The arms did not read"
+    assert told in rendered(at_urls(make_run(gaps, change=longer)))
+    assert "T2T@1 5 and 5. Equal in every request." in rendered(at_urls(make_run(gaps)))
+    assert "prompt tokens" not in rendered(make_run(gaps))
+
+
+def test_a_session_that_took_two_boots_says_so() -> None:
+    text = rendered(make_run(STEADY, info=lambda s: changes(s, boots=2 if s.id == "02-head" else 1)))
+    assert "| 02-head (2 boots) | 2.5 |" in text and "| 01-base | 2.5 |" in text
 
 
 if __name__ == "__main__":

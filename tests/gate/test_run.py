@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gate import rundir
-from gate.arm import ArmChoice
+from gate.arm import Arm, ArmChoice, ArmError
 from gate.cell import Cell
 from gate.client import Limits
 from gate.run import carry_out, load_run, plan_only, resume, write_report
@@ -86,7 +86,7 @@ def test_a_run_keeps_the_plan_the_identity_the_counters_and_every_record(tmp_pat
     assert session.weights_digest == plan.model_digest
     assert session.counters["T2T@1 walkgate_tokens_total"] == 40.0  # 4 measured and 1 warm request of 8 tokens
     assert session.counters['T2T@2 walkgate_requests_total{task="any"}'] == 4.0
-    assert set(session.client_lag_ms) == {"T2T@1", "T2T@2"}
+    assert set(session.client_lag) == {"T2T@1", "T2T@2"}
     assert session.host_before["cpu_model"] and session.host_after["monotonic_s"] > session.host_before["monotonic_s"]
     mine = [record for record in data.records if record.session == session.id and record.cell == "T2T@1"]
     assert [(record.warm, record.index) for record in mine] == [
@@ -106,38 +106,38 @@ def test_the_plan_is_on_disk_with_its_price_before_any_server_boots(tmp_path: Pa
     folder = plan_only(make_wish(tmp_path, {}, {}), notes)
     plan = folder.load().plan
     assert notes.said[1].startswith(
-        f"price: 4 server boots ({' '.join(plan.order)}), each with 2 cells, 8 requests measured"
+        f"price: 4 sessions ({' '.join(plan.order)}), each with 2 cells, 8 requests measured and 1 in warm waves"
     )
     assert folder.load().sessions == []
 
 
 def test_a_report_is_rebuilt_byte_for_byte_from_the_run_directory(tmp_path: Path) -> None:
     folder = carry_out(make_wish(tmp_path, {}, {}, set_name="demo"), Notes())
-    code = write_report(folder)
+    code = write_report(folder).code
     files = [*sorted((folder.path / "tables").iterdir()), folder.report, folder.path / "report.json"]
     assert {path.suffix for path in files} == {".parquet", ".csv", ".md", ".json"}
     before = {path: path.read_bytes() for path in files}
     for path in files:
         path.unlink()
-    assert write_report(rundir.existing(folder.path)) == code
+    assert write_report(rundir.existing(folder.path)).code == code
     assert {path: path.read_bytes() for path in files} == before
 
 
 def test_a_moved_token_is_exit_1_unless_it_was_expected(tmp_path: Path) -> None:
     flip = {"flip": {"marker": "number", "step": 5}}
     folder = carry_out(make_wish(tmp_path, {}, flip, cells=("T2T@1",)), Notes())
-    assert write_report(folder) == 1
+    assert write_report(folder).code == 1
     assert "moved" in folder.report.read_text()
-    assert write_report(folder, expect_token_changes=True) in (0, 2)
+    assert write_report(folder, expect_token_changes=True).code in (0, 2)
 
 
 def test_a_head_that_fails_requests_is_broken_and_a_base_that_does_is_not_blamed_on_head(tmp_path: Path) -> None:
     fault: dict[str, object] = {"raise_on": "number 1"}
     broken_head = carry_out(make_wish(tmp_path / "a", {}, fault, cells=("T2T@2",), sessions=1), Notes())
-    assert write_report(broken_head) == 1
+    assert write_report(broken_head).code == 1
     assert "broken head" in broken_head.report.read_text()
     broken_base = carry_out(make_wish(tmp_path / "b", fault, {}, cells=("T2T@2",), sessions=1), Notes())
-    assert write_report(broken_base) == 3
+    assert write_report(broken_base).code == 3
     assert "broken base" in broken_base.report.read_text()
 
 
@@ -152,12 +152,12 @@ def test_a_server_that_dies_loses_nothing_measured_and_its_owed_requests_count_a
     owed = [record for record in mine if record.cell == "T2T@2"]
     assert [record.error for record in owed] == ["not sent: the server ended with exit code 7"] * 4
     assert all(record.ok for record in data.records if record.arm == "base")
-    assert write_report(folder) == 1
+    assert write_report(folder).code == 1
 
 
 def test_short_output_of_head_alone_is_broken_head(tmp_path: Path) -> None:
     folder = carry_out(make_wish(tmp_path, {}, {"short_by": 2}, cells=("T2T@2",), sessions=1), Notes())
-    assert write_report(folder) == 1
+    assert write_report(folder).code == 1
     assert "6 of 8 tokens with ignore_eos" in folder.report.read_text()
 
 
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_boot_is_a_broken_arm_with_the_tail_of_its_log(tm
     folder = carry_out(make_wish(tmp_path, {}, {"exit_at_start": 5}, sessions=1), notes)
     (head,) = [session for session in folder.load().sessions if session.arm == "head"]
     assert "exit code 5 while starting" in head.problems[0] and "the fake gives up at once" in head.problems[0]
-    assert write_report(folder) == 1
+    assert write_report(folder).code == 1
 
 
 @pytest.mark.parametrize("what", ["source_digest", "weights_digest"])
@@ -286,7 +286,7 @@ def test_a_stopped_run_ends_at_a_cell_boundary_and_goes_on_in_its_own_slots(tmp_
     whole = resume(folder.path, Notes()).load()
     assert [session.slot for session in whole.sessions] == [0, 1]
     assert len(whole.records) == 2 * 9 and all(record.ok for record in whole.records)
-    assert [path.name for path in (folder.path / "interrupted").iterdir()] == [f"{begun.id}-1"]
+    assert [session.boots for session in whole.sessions] == [1, 1]
 
 
 def test_resuming_keeps_whole_sessions_and_the_commits_of_the_plan_though_head_has_moved(
@@ -362,3 +362,80 @@ def test_a_run_that_failed_before_its_plan_does_not_block_the_same_command(
     assert not wish.run_dir.exists()
     (wish.run_dir / "sessions").mkdir(parents=True)  # what a failure later on leaves
     assert plan_only(wish, Notes()).load().plan.set_name == "quick"
+
+
+def test_arguments_that_a_server_refuses_on_its_first_boot_are_wrong_usage_with_its_own_sentence(
+    tmp_path: Path,
+) -> None:
+    wish = make_wish(tmp_path, {}, {"exit_at_start": 64}, sessions=1, cells=("T2T@2",))
+    told = "head's server refused its command line: the fake gives up at once: no such switch"
+    with pytest.raises(ArmError, match=told):
+        carry_out(wish, Notes())
+
+
+def test_a_server_that_has_served_before_and_then_ends_with_64_is_broken_and_no_usage_error(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {"usage_after": 1}, cells=("T2T@2",))
+    folder = carry_out(wish, Notes())
+    first, second = (session for session in folder.load().sessions if session.arm == "head")
+    assert first.problems == [] and "the server refused its command line: no more boots" in second.problems[0]
+    assert write_report(folder).code == 1
+
+
+@pytest.mark.parametrize("failure", ["tiny", "hub"])
+def test_a_run_that_fails_while_it_is_prepared_leaves_nothing_that_blocks_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+
+    def fail(target: Path | Arm, *_: object) -> None:
+        place = wish.run_dir / "half"
+        place.mkdir()
+        (place / "file").write_text("half of it")
+        raise (WorkloadError if failure == "hub" else ArmError)("it failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("gate.wish.librispeech_from_hub" if failure == "hub" else "gate.run.make_model", fail)
+        with pytest.raises(ValueError, match="it failed"):
+            plan_only(replace(wish, librispeech="hub" if failure == "hub" else None), Notes())
+    assert sorted(path.name for path in wish.run_dir.rglob("*")) == ["sessions", "wish.json"]
+    assert plan_only(wish, Notes()).load().plan.set_name == "quick"
+
+
+def test_a_run_killed_before_its_plan_begins_anew_by_the_same_command_and_by_resume(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+    folder = rundir.create(wish.run_dir)
+    folder.write_wish(encode(wish))
+    (folder.path / "arms" / "base").mkdir(parents=True)
+    (folder.path / "arms" / "base" / "half.py").write_text("half of a tree")
+    assert len(resume(folder.path, Notes()).load().records) == 8
+    (folder.path / "plan.json").unlink()
+    assert plan_only(wish, Notes()).load().sessions == []
+
+
+def test_two_gates_are_never_at_work_in_one_run(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+    held = rundir.create(wish.run_dir)
+    told = f"another gate is at work in {wish.run_dir}; wait for it, or end it first"
+    with rundir.claimed(held), pytest.raises(RunDirError, match=told):
+        plan_only(wish, Notes())
+    folder = plan_only(wish, Notes())
+    with rundir.claimed(folder), pytest.raises(RunDirError, match=told):
+        resume(folder.path, Notes())
+    assert len(resume(folder.path, Notes()).load().records) == 8
+
+
+def test_a_report_and_its_json_name_the_model_by_its_folder_and_not_by_where_it_lies(tmp_path: Path) -> None:
+    model = tmp_path / "private" / "weights"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    folder = carry_out(make_wish(tmp_path, {}, {}, model=model, sessions=1, cells=("T2T@2",)), Notes())
+    write_report(folder)
+    for path in (folder.report, folder.path / "report.json"):
+        assert "weights" in path.read_text() and str(model) not in path.read_text()
+    assert "--model weights" in folder.report.read_text()
+
+
+def test_a_run_of_one_session_says_so_in_the_singular(tmp_path: Path) -> None:
+    notes = Notes()
+    plan_only(make_wish(tmp_path, {}, {}, choices=(ArmChoice("arm", "HEAD"),), sessions=1, cells=("T2T@2",)), notes)
+    assert notes.said[1].startswith("price: 1 session (arm), each with 1 cell, 4 requests measured and 0 in warm waves")

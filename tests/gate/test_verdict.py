@@ -313,3 +313,85 @@ def test_worse_words_fail_like_a_regression() -> None:
 
 def test_the_same_run_gives_an_equal_comparison() -> None:
     assert compare(make_run(SLOWER, [T2T, A2T, T2S])) == compare(make_run(SLOWER, [T2T, A2T, T2S]))
+
+
+def as_urls(run: RunData) -> RunData:
+    """The same run with both arms at URLs: no tree, no model of the plan's."""
+    arms = tuple(changes(arm, kind="url", ref=f"http://{arm.name}:1", source_digest="") for arm in run.plan.arms)
+    return changes(run, plan=changes(run.plan, arms=arms, model_path="", model_digest=""))
+
+
+def test_sessions_of_a_url_are_one_boot_and_those_of_a_commit_are_not() -> None:
+    run = make_run({"base": [2000, 2001], "head": [2600, 2601]})
+    assert compare(run).one_boot == []
+    found = compare(as_urls(run))
+    assert found.one_boot == ["base", "head"]
+    assert [cell.verdict for cell in found.cells] == ["regression"]
+    assert compare(as_urls(make_run({"base": [2000], "head": [2600]}))).one_boot == []
+
+
+def test_a_peer_must_serve_one_source_and_both_peers_one_set_of_weights_where_they_state_any() -> None:
+    def moved(session: SessionInfo) -> SessionInfo:
+        return changes(session, source_digest="f" * 64) if session.id == "03-head" else session
+
+    def others(session: SessionInfo) -> SessionInfo:
+        return changes(session, weights_digest="e" * 64) if session.arm == "head" else session
+
+    def silent(session: SessionInfo) -> SessionInfo:
+        return changes(session, weights_digest="", source_digest="") if session.arm == "head" else session
+
+    gaps = {"base": [2000, 2001], "head": [2000, 2001]}
+    (source,) = compare(as_urls(make_run(gaps, info=moved))).faults
+    assert (source.kind, source.session) == ("source", "03-head")
+    assert source.words == "03-head served source ffffffffffff, the arm's first session is 4ead4ead4ead"
+    weights = compare(as_urls(make_run(gaps, info=others))).faults
+    assert [fault.words for fault in weights] == [
+        f"{name} loaded weights eeeeeeeeeeee, the first session da7ada7ada7a" for name in ("02-head", "03-head")
+    ]
+    assert compare(as_urls(make_run(gaps, info=silent))).faults == []
+    assert compare(as_urls(make_run(gaps))).faults == []
+
+
+def test_a_cell_whose_load_client_ended_is_invalid_alone() -> None:
+    def lost(session: SessionInfo) -> SessionInfo:
+        failures = {"T2T@1": "the load client was ended by signal 9\nmore"} if session.id == "02-head" else {}
+        return changes(session, client_failures=failures)
+
+    found = compare(make_run({"base": [2000, 2001], "head": [2000, 2001]}, [T2T, A2T], info=lost))
+    assert {cell.cell: cell.verdict == "invalid" for cell in found.cells} == {"T2T@1": True, "A2T@1": False}
+    assert [(fault.kind, fault.words) for fault in found.faults] == [
+        ("client", "02-head: the load client was ended by signal 9")
+    ]
+    assert exit_code(found, False) == 3
+
+
+def test_texts_are_compared_by_their_characters_where_no_ids_came() -> None:
+    def as_text(record: Record) -> Record:
+        said = "one two" if record.arm == "base" or record.index else "one too"
+        return changes(record, token_ids=[], top2=[], text=said)
+
+    (move,) = compare(make_run({"base": [2000, 2001], "head": [2000, 2001]}, change=as_text)).moves
+    assert (move.index, move.step, move.base_token, move.head_token) == (0, 5, ord("w"), ord("o"))
+    assert move.margin is None
+
+
+def test_prompt_tokens_are_compared_request_by_request() -> None:
+    def longer(record: Record) -> Record:
+        return changes(record, prompt_tokens=8) if record.arm == "head" and record.index == 3 else record
+
+    gaps = {"base": [2000], "head": [2000]}
+    (equal,) = compare(make_run(gaps)).prompts
+    assert (equal.base, equal.head, equal.equal, equal.of) == (5.0, 5.0, 4, 4)
+    (longer_once,) = compare(make_run(gaps, change=longer)).prompts
+    assert (longer_once.base, longer_once.head, longer_once.equal, longer_once.of) == (5.0, 5.75, 3, 4)
+    assert compare(make_run({"base": [2000]})).prompts == []
+
+
+def test_a_run_of_one_arm_has_its_values_whatever_the_arm_is_called() -> None:
+    run = make_run({"base": [2000, 2010]})
+    sessions = [changes(session, id=session.id.replace("base", "arm"), arm="arm") for session in run.sessions]
+    records = [changes(record, session=record.session.replace("base", "arm"), arm="arm") for record in run.records]
+    arm = changes(run.plan.arms[0], name="arm")
+    plan = changes(run.plan, arms=(arm, arm), order=["arm", "arm"])
+    (cell,) = compare(changes(run, plan=plan, sessions=sessions, records=records)).cells
+    assert (cell.verdict, len(cell.base), cell.head) == ("measured", 2, [])

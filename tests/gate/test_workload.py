@@ -55,6 +55,11 @@ def test_a_subset_in_librispeechs_layout_gives_every_clip_with_its_transcript(tm
     assert len(load_librispeech(tmp_path).items) == 3
 
 
+def empty_words(transcripts: Path) -> None:
+    words = "THE WORDS OF CLIP 1"
+    transcripts.write_text(transcripts.read_text().replace(words, " "))
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -62,6 +67,14 @@ def test_a_subset_in_librispeechs_layout_gives_every_clip_with_its_transcript(tm
         (lambda chapter: (chapter / "11-22.trans.txt").write_text("11-22-0000 A\n"), r"has no line for 11-22-0001"),
         (lambda chapter: (chapter / "11-22-0001.flac").write_bytes(b"no"), r"11-22-0001.flac is not readable audio"),
         (lambda chapter: [path.unlink() for path in chapter.glob("*.flac")], r"holds no SPEAKER/CHAPTER"),
+        (
+            lambda chapter: (chapter / "11-22-0002.flac").unlink(),
+            r"has a line for 11-22-0002, but there is no 11-22-0002.flac",
+        ),
+        (
+            lambda chapter: empty_words(chapter / "11-22.trans.txt"),
+            r"11-22.trans.txt has no words for 11-22-0001; write them",
+        ),
     ],
 )
 def test_a_spoilt_librispeech_folder_is_named(tmp_path: Path, spoil: object, told: str) -> None:
@@ -93,7 +106,10 @@ def test_rows_from_the_hub_are_written_in_librispeechs_layout(tmp_path: Path, mo
     table = datasets.Dataset.from_dict({key: [value] for key, value in row.items()})
     monkeypatch.setattr(table, "cast_column", lambda *_: table)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    librispeech_from_hub(tmp_path / "out")
     (item,) = librispeech_from_hub(tmp_path / "out").items
+    (lines,) = (path.read_text() for path in (tmp_path / "out").rglob("*.trans.txt"))
+    assert lines == "7-8-0000 HELLO THERE\n"
     assert (item.id, item.reference, item.speaker, item.audio_seconds) == ("7-8-0000", "HELLO THERE", "7", 0.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -22,6 +23,11 @@ def make_tree(folder: Path, **behaviour: object) -> Path:
     (server / "__init__.py").write_text("")
     (folder / "engine" / "behaviour.json").write_text(json.dumps(behaviour))
     return folder
+
+
+def serve_words(tree: Path) -> str:
+    """A command arm that starts a tree's fake server by its file's path."""
+    return f"{sys.executable} {tree / 'engine' / 'server' / 'cli.py'} serve {{model}} --port {{port}}"
 
 
 def run_git(folder: Path, *words: str) -> str:

@@ -1,0 +1,96 @@
+"""Processes that the gate starts: each in a group of its own under a warden, so that it ends with the gate whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+_WARDEN = str(Path(__file__).with_name("warden.py"))
+
+
+class Child:
+    """A running process group: the warden leads it and ends with the code of the program that was asked for.
+
+    The group is not the terminal's, so Ctrl-C reaches the gate alone. `stdin`, `stdout` and `stderr` are those of subprocess.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.PIPE,
+    ) -> None:
+        reader, self._lifeline = os.pipe()
+        try:
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-I", "-S", _WARDEN, str(reader), *words],
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=(reader,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(reader)
+
+    def stop(self, patience_s: float = 0.0) -> None:
+        """End the group: SIGTERM, `patience_s` seconds, then SIGKILL for whatever is left of it."""
+        try:
+            if patience_s:
+                self._signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(patience_s)
+        finally:
+            # Also after a second Ctrl-C, and for children that outlived a program which ended politely.
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+            self._close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The warden leads the group, so its id is the group's even after it has ended.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def _close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                with suppress(OSError):  # bytes that the program never read
+                    pipe.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def run(words: Sequence[str], timeout_s: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end as a Child and return its code and output; subprocess.TimeoutExpired after `timeout_s`."""
+    child = Child(words, **options)
+    try:
+        out, err = child.process.communicate(timeout=timeout_s)
+    finally:
+        child.stop()
+    code = child.process.returncode
+    return subprocess.CompletedProcess(list(words), code, out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    """The last lines of a log, indented for a message."""
+    try:
+        text = log.read_bytes()[-8192:].decode("utf-8", errors="replace")
+    except OSError:
+        return f"  (no log at {log})"
+    kept = text.splitlines()[-lines:]
+    return "\n".join([f"  last lines of {log}:", *(f"  | {line}" for line in kept)]) if kept else f"  ({log} is empty)"
