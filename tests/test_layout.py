@@ -34,9 +34,13 @@ LAYERS = (
         "engine.track",
         "engine.metrics",
         "engine.config",
+        "engine.phases",
         "engine.source",
     ),
-    ("engine.walk", "engine.scheduler", "engine.routing", "engine.detokenize", "engine.kernels"),
+    (
+        *("engine.walk", "engine.scheduler", "engine.routing", "engine.detokenize", "engine.stop_strings"),
+        "engine.kernels",
+    ),
     ("engine.kv", "engine.loopback", "engine.stream"),
     ("engine.model",),
     ("engine.sampler", "engine.stop", "engine.capture"),
@@ -46,7 +50,10 @@ LAYERS = (
     ("engine.server",),
 )
 
-NO_TORCH = ("engine.scheduler", "engine.stop", "engine.routing", "engine.walk", "engine.step", "engine.track")
+NO_TORCH = (
+    *("engine.scheduler", "engine.stop", "engine.stop_strings", "engine.routing", "engine.walk"),
+    *("engine.step", "engine.track", "engine.phases"),
+)
 
 PURE_GATE = (
     *("cell", "order", "record", "metrics", "wer", "greedy", "stats", "verdict"),
@@ -64,7 +71,7 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "__import__"
 
 # fmt: off
 TOP_LEVEL = frozenset({
-    ".ci", ".github", ".gitignore", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "docs", "engine", "gate",
+    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "docs", "engine", "gate",
     "pyproject.toml", "reports", "tests", "traces", "workloads",
 })
 # fmt: on
