@@ -71,7 +71,8 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "__import__"
 
 # fmt: off
 TOP_LEVEL = frozenset({
-    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "docs", "engine", "gate",
+    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md",
+    "docs", "engine", "gate",
     "pyproject.toml", "reports", "tests", "traces", "workloads",
 })
 # fmt: on

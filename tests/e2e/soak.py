@@ -19,7 +19,7 @@ import aiohttp
 import psutil
 
 from engine.model.tiny import write_tiny
-from tests.server.serving import Server, audio_file, base64_text, serving, tone
+from tests.server.serving import Server, audio_file, base64_text, serving, tone, wait_until
 
 KINDS = 40
 SETTLE_S = 5.0
@@ -151,8 +151,6 @@ def essence(answer: dict) -> object:
 
 def settled(server: Server) -> dict[str, float]:
     """The gauges once nothing is open any more."""
-    from tests.server.serving import wait_until
-
     assert wait_until(lambda: server.metrics()["requests_running"] == server.metrics()["http_open"] == 0, SETTLE_S)
     metrics = server.metrics()
     return {name: metrics[name] for name in GAUGES}
@@ -171,6 +169,8 @@ def soak(server: Server, requests: int, clients: int, seed: int = 0) -> dict[str
     half = Footprint.of(server)
     asyncio.run(storm.run(requests - requests // 2, clients))
     after = settled(server)
+    # The last sockets close a moment after their requests.
+    wait_until(lambda: Footprint.of(server).files <= footprint.files, SETTLE_S)
     end = Footprint.of(server)
     figures: dict[str, object] = {
         "requests": requests,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from engine.config import EngineSettings, child_environment
+from engine.config import EngineSettings, child_environment, switches_off
 from engine.engine import Engine
 from engine.model.config import OmniConfig
 from engine.model.omni import load_model
@@ -145,7 +145,7 @@ def first_token(model: Path, rounds: int) -> dict[str, float]:
 
 
 def _engine_and_request(model: Path) -> tuple[Engine, Request]:
-    config, settings = OmniConfig.load(model), EngineSettings()
+    config, settings = OmniConfig.load(model), EngineSettings(disabled=switches_off("cpu", "", ""))
     torch.set_num_threads(settings.threads)
     processor = Processor.load(model, config, config.thinker.max_positions)
     draft = Request(id="a", prompt_ids=[], max_tokens=2, ignore_eos=True)
