@@ -13,7 +13,7 @@ from engine.model.code2wav import Code2Wav
 from engine.model.config import OmniConfig
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
-from engine.model.weights import load_weights, weights_digest
+from engine.model.weights import dummy_digest, dummy_weights, load_weights, weights_digest
 
 # Frames of 80 ms that the vocoder takes at once: the size of its one compiled or tuned shape.
 CHUNK_FRAMES = 4
@@ -38,15 +38,18 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     chunk_frames: int = CHUNK_FRAMES,
+    dummy: bool = False,
 ) -> OmniModel:
     """Load a model folder in `dtype` on `device`; the vocoder works `chunk_frames` frames at a time.
+
+    `dummy` draws the weights instead of reading them, so that the folder needs no tensors.
 
     Raises CheckpointError when config or tensors do not fit, ValueError for a device without operations. Tensors keep the
     shapes that `engine.model.weights` lists.
     """
     config = OmniConfig.load(folder)
     ops = ops_for(device)
-    weights = load_weights(folder, config, dtype, device)
+    weights = dummy_weights(config, dtype, device) if dummy else load_weights(folder, config, dtype, device)
     thinker = Thinker(config, weights, ops)
     speaks = config.has_talker
     return OmniModel(
@@ -56,5 +59,5 @@ def load_model(
         audio_encoder=AudioEncoder(config, weights, ops),
         talker=Talker(config, weights, ops, thinker.embedding) if speaks else None,
         code2wav=Code2Wav(config, weights, ops, chunk_frames) if speaks else None,
-        weights_digest=weights_digest(folder),
+        weights_digest=dummy_digest(folder) if dummy else weights_digest(folder),
     )

@@ -101,36 +101,43 @@ SINGLE_BYTE = 0.6
 CODEC_EOS = 0.9
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The printable stand-in of each byte in byte-level BPE: itself where it prints, else the next letter from U+0100 on."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte if byte in plain else next(spare)) for byte in range(NUM_BYTES)]
 
 
-def _role_merges() -> list[tuple[str, str]]:
+def role_merges() -> list[tuple[str, str]]:
+    """The pairs that build the role words up, letter by letter."""
     return [(word[:end], word[end]) for word in WHOLE_WORDS for end in range(1, len(word))]
 
 
 def _merges() -> list[tuple[str, str]]:
     """Pairs in order of rank. The role words come first, so that nothing can break them up."""
-    space = _byte_letters()[0x20]
+    space = byte_letters()[0x20]
     learned = []
     for pair in PAIRS.replace("_", space).split():
         left, right = pair.split("|")
         learned.append((left, right))
-    return _role_merges() + learned
+    return role_merges() + learned
 
 
 def _tokens() -> list[str]:
     """Every token by id: bytes, merged pairs, special tokens."""
-    return [*_byte_letters(), *(left + right for left, right in _merges()), *SPECIALS]
+    return [*byte_letters(), *(left + right for left, right in _merges()), *SPECIALS]
 
 
 def _tokenizer() -> dict[str, object]:
     """`tokenizer.json`: byte-level BPE whose first 256 ids are the bytes."""
     tokens = _tokens()
     base = len(tokens) - len(SPECIALS)
+    specials = {content: base + index for index, content in enumerate(SPECIALS)}
+    return tokenizer_json({token: index for index, token in enumerate(tokens[:base])}, _merges(), specials)
+
+
+def tokenizer_json(vocab: dict[str, int], merges: list[tuple[str, str]], specials: dict[str, int]) -> dict[str, object]:
+    """The content of `tokenizer.json` of a byte-level BPE: ids of tokens, pairs in order of rank, ids of special tokens."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
@@ -139,8 +146,8 @@ def _tokenizer() -> dict[str, object]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": base + index, "content": content, **plain, "special": "think" not in content}
-            for index, content in enumerate(SPECIALS)
+            {"id": index, "content": content, **plain, "special": "think" not in content}
+            for content, index in specials.items()
         ],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
@@ -155,13 +162,14 @@ def _tokenizer() -> dict[str, object]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens[:base])},
-            "merges": [list(pair) for pair in _merges()],
+            "vocab": vocab,
+            "merges": [list(pair) for pair in merges],
         },
     }
 
 
-def _tokenizer_config() -> dict[str, object]:
+def tokenizer_config() -> dict[str, object]:
+    """The content of `tokenizer_config.json`."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
@@ -181,7 +189,8 @@ def _tokenizer_config() -> dict[str, object]:
     }
 
 
-def _preprocessor() -> dict[str, object]:
+def preprocessor() -> dict[str, object]:
+    """The content of `preprocessor_config.json`."""
     return {
         "feature_extractor_type": "WhisperFeatureExtractor",
         "processor_class": "Qwen3OmniMoeProcessor",
@@ -202,7 +211,8 @@ def _preprocessor() -> dict[str, object]:
     }
 
 
-def _generation(ids: dict[str, int]) -> dict[str, object]:
+def generation(ids: dict[str, int]) -> dict[str, object]:
+    """The content of `generation_config.json`, given the ids of the special tokens."""
     return {
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
@@ -406,7 +416,7 @@ def _row_lengths(name: str, rows: int, config: OmniConfig) -> NDArray[np.float32
     """Factors on the rows of an output head, None where all rows are alike."""
     lengths = np.ones(rows, dtype=np.float32)
     if name == "thinker.lm_head.weight":
-        lengths[: NUM_BYTES + len(_role_merges())] = QUIET
+        lengths[: NUM_BYTES + len(role_merges())] = QUIET
         lengths[0x20:0x7F] = SINGLE_BYTE
         lengths[len(_tokens()) - len(SPECIALS) :] = QUIET
         lengths[config.ids.im_end] = 1.0
@@ -439,9 +449,16 @@ def _safetensors(tensors: dict[str, NDArray[np.float32]]) -> bytes:
     return len(text).to_bytes(8, "little") + text + body
 
 
+def write_texts(folder: Path, files: dict[str, dict[str, object]]) -> None:
+    """Write JSON files and the chat template into `folder`, which is made if need be; the same bytes on every machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8", newline="\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8", newline="\n")
+
+
 def write_tiny(folder: Path, *, seed: int = 0) -> None:
     """Write the small model into `folder`, which is made if need be; another `seed` gives other weights of the same shapes."""
-    folder.mkdir(parents=True, exist_ok=True)
     ids = {token: index for index, token in enumerate(_tokens())}
     data = _config(ids)
     config = OmniConfig.parse(data)
@@ -449,11 +466,9 @@ def write_tiny(folder: Path, *, seed: int = 0) -> None:
     files: dict[str, dict[str, object]] = {
         "config.json": data,
         "tokenizer.json": _tokenizer(),
-        "tokenizer_config.json": _tokenizer_config(),
-        "preprocessor_config.json": _preprocessor(),
-        "generation_config.json": _generation(ids),
+        "tokenizer_config.json": tokenizer_config(),
+        "preprocessor_config.json": preprocessor(),
+        "generation_config.json": generation(ids),
     }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8", newline="\n")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8", newline="\n")
+    write_texts(folder, files)
     (folder / "model.safetensors").write_bytes(_safetensors(tensors))

@@ -57,6 +57,7 @@ from engine.model.config import (
 )
 
 NAMED = 10
+DUMMY_DEVIATION = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,13 @@ class _Recipe:
     split: int | None = None
     join: _Join = _Join.ROWS
     fused: _Part | None = None
+
+    def shape(self) -> tuple[int, ...]:
+        """The shape of our tensor, before ranks split it."""
+        if self.fused is not None:
+            return self.fused.shape
+        first = self.parts[0].shape
+        return (sum(part.shape[0] for part in self.parts), *first[1:])
 
 
 def _one(name: str, disk: str, *shape: int, split: int | None = None) -> _Recipe:
@@ -490,6 +498,42 @@ def load_weights(
             join = _join_rows if recipe.join is _Join.ROWS else _join_experts
             tensors[recipe.name] = join(recipe, files, shard).to(device=device, dtype=dtype).contiguous()
     return Weights(tensors, shard)
+
+
+def dummy_weights(
+    config: OmniConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Shard = WHOLE,
+) -> Weights:
+    """Draw every tensor on `device`: normal with deviation 0.02 from a generator seeded by its name; norms are ones.
+
+    The same name gives the same values on every boot of the same kind of device. Names and shapes as in the module's docstring.
+    """
+    return Weights({recipe.name: _drawn(recipe, dtype, device, shard) for recipe in _recipes(config)}, shard)
+
+
+def _drawn(recipe: _Recipe, dtype: torch.dtype, device: str | torch.device, shard: Shard) -> Tensor:
+    whole = torch.ones(recipe.shape(), dtype=dtype, device=device)
+    if len(whole.shape) > 1 or "norm" not in recipe.name:
+        key = hashlib.sha256(recipe.name.encode()).digest()[:8]
+        generator = torch.Generator(device).manual_seed(int.from_bytes(key, "little") >> 1)
+        whole.normal_(0.0, DUMMY_DEVIATION, generator=generator)
+    if recipe.split is None or shard.world == 1:
+        return whole
+    # Parts (q, k, v; gate and up) are split each by itself.
+    if recipe.join is _Join.ROWS:
+        parts = torch.split(whole, [part.shape[0] for part in recipe.parts])
+        return torch.cat([_split(part, recipe.split, shard) for part in parts])
+    experts, rows, columns = whole.shape
+    matrices = 2 if recipe.join is _Join.EXPERT_GATE_UP else 1
+    stacked = whole.view(experts, matrices, rows // matrices, columns)
+    return _split(stacked, recipe.split + 2, shard).flatten(1, 2)
+
+
+def dummy_digest(folder: Path) -> str:
+    """SHA-256 (hex) that names the weights that `dummy_weights` draws for a folder: its config decides them all."""
+    return hashlib.sha256(b"dummy\0" + (folder / "config.json").read_bytes()).hexdigest()
 
 
 def weights_digest(folder: Path) -> str:
