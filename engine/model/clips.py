@@ -95,7 +95,7 @@ def _resampled(file: soundfile.SoundFile, place: int, max_seconds: float, used: 
         if read > most:
             seconds = max(read, file.frames) / file.samplerate
             sooner = f" and the clips before it {used:.1f} s" if used else ""
-            what = f"lasts {seconds:.1f} s{sooner}; this model takes at most {max_seconds:g} s"
+            what = f"lasts {seconds:.1f} s{sooner}; this server takes at most {max_seconds:g} s"
             raise _fault(place, what + (" of audio in all" if used else ""), "audio_too_long")
         parts.append(block if stream is None else stream.resample_chunk(block))
     if stream is not None:

@@ -90,7 +90,7 @@ def test_channels_are_averaged():
 
 def test_a_clip_as_long_as_the_limit_is_taken_and_one_sample_more_is_not():
     assert decode(audio_file(tone(2.0)), 0, 2.0).seconds == 2.0
-    with pytest.raises(RequestError, match=r"audio\[3\] lasts 2\.0 s; this model takes at most 2 s"):
+    with pytest.raises(RequestError, match=r"audio\[3\] lasts 2\.0 s; this server takes at most 2 s"):
         decode(audio_file(np.zeros(32001, np.float32)), 3, 2.0)
 
 
@@ -306,7 +306,7 @@ def test_clips_share_the_seconds_of_one_request_and_no_more_than_those_are_decod
         small.complete(DRAFT, Inputs(text="a", audio=[minute] * 50), lambda: bool(asked.append(True)))
     assert (caught.value.field, caught.value.status) == ("audio", 400)
     assert caught.value.message == (
-        "audio[1] lasts 60.0 s and the clips before it 60.0 s; this model takes at most 77 s of audio in all"
+        "audio[1] lasts 60.0 s and the clips before it 60.0 s; this server takes at most 77 s of audio in all"
     )
     assert len(asked) == 2
 

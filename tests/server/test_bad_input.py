@@ -196,7 +196,7 @@ AUDIO: list[tuple[str, Callable[[], bytes], str]] = [
     (
         "ten minutes",
         lambda: audio_file(tone(600.0, 8000), 8000, "FLAC"),
-        "lasts 600.0 s and the clips before it 0.2 s; this model takes at most 313 s",
+        "lasts 600.0 s and the clips before it 0.2 s; this server takes at most 313 s",
     ),
     ("text", lambda: b"this is no audio at all, only words" * 20, "can't be decoded"),
     ("zeros", lambda: bytes(5000), "can't be decoded"),
@@ -230,7 +230,7 @@ def test_clips_that_fit_alone_but_not_together_are_refused_with_both_numbers(ser
     status, answer = server.post({"text": "a", "audio": [clip, clip]})
     assert (status, answer["error"]["field"]) == (400, "audio")
     assert answer["error"]["message"] == (
-        "audio[1] lasts 200.0 s and the clips before it 200.0 s; this model takes at most 313 s of audio in all"
+        "audio[1] lasts 200.0 s and the clips before it 200.0 s; this server takes at most 313 s of audio in all"
     )
 
 
