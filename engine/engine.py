@@ -76,8 +76,8 @@ class Engine:
 
     def _plan_cache(self, component: Component) -> PlanCache:
         walks = frozenset(walk.name for walk in self.table.of(component) if walk.decode)
-        device = self.model.ops.device
-        self.plans[component] = PlanCache(self.settings.page_size, device, walks, enabled=self._on("plan_cache"))
+        enabled = self._on("plan_cache")
+        self.plans[component] = PlanCache(self.settings.page_size, self.model.ops, walks, enabled=enabled)
         return self.plans[component]
 
     def _table(self) -> WalkTable:

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 BLOCK = 4
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +30,19 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """Blocks of BLOCK positions, of any segments, that see the same number of pages.
-
-    `rows` [blocks * BLOCK] int64, the token row at each place (row 0 where a block reaches beyond its segment); `pages`
-    [blocks * seen] int64; `future` [blocks, 1, 1, BLOCK, seen * page_size] bool, true where a place must not look.
-    """
-
-    blocks: int
-    rows: Tensor
-    pages: Tensor
-    future: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Pages and positions of one step over n token rows and R segments; laid out by `make_plan`.
 
     `positions` [3, n] float32 (axes t, h, w); `write` [n] int64, the flat cache place (page * page_size + offset) of each
-    row; `last` [R] int64, the token row that ends each segment; `page_size` in positions; `places` [n] int64, the place of
-    each token row among the rows of all `groups` one after the other.
+    row; `last` [R] int64, the token row that ends each segment; `page_size` in positions; `layout` is what the device's
+    attention reads beside them, made by its `Ops.lay_out`.
     """
 
     positions: Tensor
     write: Tensor
     last: Tensor
     page_size: int
-    groups: tuple[AttentionGroup, ...]
-    places: Tensor
+    layout: object
 
 
 def make_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, device: str | torch.device) -> Plan:
@@ -74,49 +63,24 @@ def make_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, de
             )
         positions_of = range(segment.start, segment.start + segment.length)
         write.extend(segment.pages[at // page_size] * page_size + at % page_size for at in positions_of)
-    groups, places = _attention_groups(segments, page_size, len(write), torch.device(device))
     return Plan(
         positions=positions.to(device),
         write=torch.tensor(write, dtype=torch.int64, device=device),
         last=torch.tensor([s.offset + s.length - 1 for s in segments], dtype=torch.int64, device=device),
         page_size=page_size,
-        groups=groups,
-        places=torch.tensor(places, dtype=torch.int64, device=device),
+        layout=ops_for(device).lay_out(segments, page_size),
     )
 
 
-def _attention_groups(
-    segments: Sequence[Segment], page_size: int, rows: int, device: torch.device
-) -> tuple[tuple[AttentionGroup, ...], list[int]]:
-    """Group all blocks by the pages they see; returns the groups and the place of each of `rows` token rows."""
-    by_seen: dict[int, list[tuple[Segment, int]]] = {}
-    for segment in segments:
-        for low in range(segment.start // BLOCK * BLOCK, segment.start + segment.length, BLOCK):
-            by_seen.setdefault(low // page_size + 1, []).append((segment, low))
-    groups, places = [], [0] * rows
-    before = 0
-    for seen, blocks in by_seen.items():
-        picked: list[int] = []
-        pages: list[int] = []
-        for segment, low in blocks:
-            pages += segment.pages[:seen]
-            for at in range(low - segment.start, low - segment.start + BLOCK):
-                inside = 0 <= at < segment.length
-                picked.append(segment.offset + at if inside else 0)
-                if inside:
-                    places[segment.offset + at] = before + len(picked) - 1
-        before += len(picked)
-        starts = torch.tensor([low for _, low in blocks], device=device)
-        ends = starts[:, None, None, None, None] + torch.arange(BLOCK, device=device)[:, None]
-        groups.append(
-            AttentionGroup(
-                blocks=len(blocks),
-                rows=torch.tensor(picked, dtype=torch.int64, device=device),
-                pages=torch.tensor(pages, dtype=torch.int64, device=device),
-                future=torch.arange(seen * page_size, device=device) > ends,
-            )
-        )
-    return tuple(groups), places
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """What a layer's attention is made with: `qk_norm` [Hq + Hkv, d] of queries, then keys; rope tables [n, d]."""
+
+    qk_norm: Tensor
+    eps: float
+    heads: int
+    cos: Tensor
+    sin: Tensor
 
 
 class Ops(Protocol):
@@ -124,11 +88,26 @@ class Ops(Protocol):
 
     device: torch.device
 
+    def lay_out(self, segments: Sequence[Segment], page_size: int) -> object:
+        """What this device's attention needs to know of a step (no tensors in); the `layout` of a Plan."""
+
+    def move_on(self, layout: object, pages: Ints, before: Ints, starts: Ints, page_size: int) -> object:
+        """The layout of decode rows that stood at `before` [R] and now stand at `starts` [R], on `pages` [R, most].
+
+        Equals what `lay_out` gives for them. `layout` stays as it is: a step in flight may read it.
+        """
+
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         """Look up `ids` [n] int64 in `table` [V, H]; returns [n, H]."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply `x` [n, K] by `weight` [M, K] transposed and add `bias` [M]; returns [n, M]."""
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """`residual` [n, M] plus `x` [n, K] times `weight` [M, K] transposed; returns [n, M]."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """`rms_norm` of `x` [n, K] with `norm` [K], times `weight` [M, K] transposed; returns [n, M]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise `x` [..., H] over H in float32, round to x's dtype, then multiply by `weight`; returns [..., H].
@@ -164,6 +143,12 @@ class Ops(Protocol):
         """Causal attention of `q` [n, Hq, d] over caches [pages, page_size, Hkv, d], each row within its segment.
 
         Scale d**-0.5. The rows' own keys and values are already in the cache. Returns [n, Hq * d].
+        """
+
+    def self_attention(self, qkv: Tensor, at: Attend, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
+        """Norm and rotate the queries and keys of `qkv` [n, (Hq + 2 Hkv) d], store keys and values, and attend.
+
+        Caches [pages, page_size, Hkv, d]; returns [n, Hq * d].
         """
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

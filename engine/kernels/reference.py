@@ -11,13 +11,14 @@ A request must give the same bits alone, in company and on any boot. Two rules b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import BLOCK, AttentionGroup, Plan
+from engine.kernels import BLOCK, Attend, Ints, Plan, Segment, blocks
+from engine.kernels.blocks import AttentionGroup, BlockLayout
 
 LANES = 64
 PIECE = 16384
@@ -48,6 +49,15 @@ class ReferenceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def lay_out(self, segments: Sequence[Segment], page_size: int) -> BlockLayout:
+        """Blocks of absolute positions, grouped by the pages that they see (no tensors in)."""
+        return blocks.lay_out(segments, page_size, self.device)
+
+    def move_on(self, layout: object, pages: Ints, before: Ints, starts: Ints, page_size: int) -> BlockLayout:
+        """The layout of decode rows, from `before` [R] to `starts` [R] on `pages` [R, most]."""
+        assert isinstance(layout, BlockLayout)
+        return blocks.move_on(layout, pages, before, starts, page_size, self.device)
+
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         """Look up `ids` [n] in `table` [V, H]; returns [n, H]."""
         return table.index_select(0, ids)
@@ -55,9 +65,17 @@ class ReferenceOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Blocked product of `x` [n, K] and `weight` [M, K] transposed, plus `bias` [M]; returns [n, M]."""
         n = x.shape[0]
-        blocks = _blocks(x)
-        out = torch.bmm(blocks, weight.t().expand(blocks.shape[0], -1, -1)).view(-1, weight.shape[0])[:n]
+        padded = _blocks(x)
+        out = torch.bmm(padded, weight.t().expand(padded.shape[0], -1, -1)).view(-1, weight.shape[0])[:n]
         return out if bias is None else out + bias
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """`residual` [n, M] plus the blocked product of `x` [n, K] and `weight` [M, K] transposed; returns [n, M]."""
+        return residual + self.linear(x, weight)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """Blocked product of the normalised rows of `x` [n, K] and `weight` [M, K] transposed; returns [n, M]."""
+        return self.linear(self.rms_norm(x, norm, eps), weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm of `x` [..., H] with `weight` [H] or [heads, H]; returns [..., H]."""
@@ -106,9 +124,20 @@ class ReferenceOps:
         Queries go in blocks of BLOCK absolute positions against all pages up to their own, so a position's bits are those
         of the same position in any other split of its sequence into passes.
         """
-        parts = [_group_attention(q, k_cache, v_cache, group) for group in plan.groups]
+        layout = plan.layout
+        assert isinstance(layout, BlockLayout)
+        parts = [_group_attention(q, k_cache, v_cache, group) for group in layout.groups]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.index_select(0, plan.places)
+        return joined.index_select(0, layout.places)
+
+    def self_attention(self, qkv: Tensor, at: Attend, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
+        """Norm, rotate, store and attend over `qkv` [n, (Hq + 2 Hkv) d]; returns [n, Hq * d]."""
+        turned, dim = at.qk_norm.shape
+        rows = qkv.view(qkv.shape[0], -1, dim)
+        qk = self.rotate(self.rms_norm(rows[:, :turned], at.qk_norm, at.eps), at.cos, at.sin)
+        self.write_kv(k_cache, qk[:, at.heads :], plan.write)
+        self.write_kv(v_cache, rows[:, turned:], plan.write)
+        return self.paged_attention(qk[:, : at.heads], k_cache, v_cache, plan)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of `q` [B, T, Hq, d] over `k`, `v` [B, L, Hkv, d]; returns [B, T, Hq * d]."""

@@ -13,11 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kernels import BLOCK, AttentionGroup, Plan
+from engine.kernels import Ints, Ops, Plan
 from engine.kv.plan import Positions, build_plan
 from engine.step import Row, Step
 
-Ints = npt.NDArray[np.int64]
 Walks = frozenset[str]
 
 # Why a decode step was laid out anew: its walk's first; other tracks than the last time; a track in the place of another
@@ -32,7 +31,7 @@ class _Entry:
     rows: tuple[Row, ...]
     pages: Ints
     offsets: npt.NDArray[np.float32]
-    lows: Ints
+    starts: Ints
     plan: Plan
 
 
@@ -42,9 +41,9 @@ class PlanCache:
     Steps are compared by value: the slots and generations of their rows, in order, and their pages.
     """
 
-    def __init__(self, page_size: int, device: torch.device, decode_walks: Walks, *, enabled: bool) -> None:
+    def __init__(self, page_size: int, ops: Ops, decode_walks: Walks, *, enabled: bool) -> None:
         self._page_size = page_size
-        self._device = device
+        self._ops = ops
         self._decode_walks = decode_walks
         self._enabled = enabled
         self._entries: dict[Walks, _Entry] = {}
@@ -55,7 +54,7 @@ class PlanCache:
         walks = frozenset(row.walk for row in step.rows)
         if not self._enabled or not walks <= self._decode_walks:
             self.counters["uncached"] += 1
-            return build_plan(step, positions, self._page_size, self._device)
+            return build_plan(step, positions, self._page_size, self._ops.device)
         entry = self._entries.get(walks)
         reason = _why_not(entry, step.rows)
         if reason is None and entry is not None:
@@ -67,66 +66,33 @@ class PlanCache:
         return entry.plan
 
     def _lay_out(self, step: Step, positions: Positions) -> _Entry:
-        plan = build_plan(step, positions, self._page_size, self._device)
+        plan = build_plan(step, positions, self._page_size, self._ops.device)
         pages = np.zeros((len(step.rows), max(len(row.pages) for row in step.rows)), dtype=np.int64)
         for index, row in enumerate(step.rows):
             pages[index, : len(row.pages)] = row.pages
         starts = _starts(step)
         # Decode rows lie after the prompt, where a track's place is its position plus a constant, the same on all axes.
         offsets = np.array([positions(row)[0, 0] for row in step.rows], dtype=np.float32) - starts
-        return _Entry(step.rows, pages, offsets.astype(np.float32), starts // BLOCK, plan)
+        return _Entry(step.rows, pages, offsets.astype(np.float32), starts, plan)
 
     def _advance(self, entry: _Entry, step: Step) -> None:
         """Move the entry's plan to the positions of `step`. Earlier plans stay as they are: steps in flight may read them."""
         starts = _starts(step)
-        lows = starts // BLOCK
         page, inside = starts // self._page_size, starts % self._page_size
         write = entry.pages[np.arange(len(starts)), page] * self._page_size + inside
         places = np.broadcast_to((starts + entry.offsets).astype(np.float32), (3, len(starts)))
-        old = entry.plan.groups if np.array_equal(lows, entry.lows) else None
-        groups, at = self._groups(entry.pages, starts, old)
+        layout = self._ops.move_on(entry.plan.layout, entry.pages, entry.starts, starts, self._page_size)
         entry.plan = Plan(
             positions=self._tensor(places.copy()),
             write=self._tensor(write),
             last=entry.plan.last,
             page_size=self._page_size,
-            groups=groups,
-            places=self._tensor(at),
+            layout=layout,
         )
-        entry.rows, entry.lows = step.rows, lows
-
-    def _groups(
-        self, pages: Ints, starts: Ints, old: tuple[AttentionGroup, ...] | None
-    ) -> tuple[tuple[AttentionGroup, ...], Ints]:
-        """The attention groups of rows at `starts` [R] and each row's place among them; `old` has those of the same blocks."""
-        seen = starts // self._page_size + 1
-        groups = []
-        places = np.zeros_like(starts)
-        before = 0
-        for number, count in enumerate(dict.fromkeys(seen.tolist())):
-            members = np.flatnonzero(seen == count)
-            places[members] = before + BLOCK * np.arange(len(members)) + starts[members] % BLOCK
-            rows = np.zeros(BLOCK * len(members), dtype=np.int64)
-            rows[places[members] - before] = members
-            before += len(rows)
-            if old is not None:
-                kept = old[number]
-                groups.append(AttentionGroup(kept.blocks, self._tensor(rows), kept.pages, kept.future))
-                continue
-            lows = starts[members] // BLOCK * BLOCK
-            ends = lows[:, None, None, None, None] + np.arange(BLOCK)[:, None]
-            groups.append(
-                AttentionGroup(
-                    blocks=len(members),
-                    rows=self._tensor(rows),
-                    pages=self._tensor(pages[members, :count].reshape(-1)),
-                    future=self._tensor(np.arange(count * self._page_size) > ends),
-                )
-            )
-        return tuple(groups), places
+        entry.rows, entry.starts = step.rows, starts
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return torch.from_numpy(values).to(self._ops.device)
 
 
 def _starts(step: Step) -> Ints:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels import Ops, Plan
+from engine.kernels import Attend, Ops, Plan
 from engine.model.config import StackConfig
 from engine.model.moe import ExpertLayer
 from engine.model.weights import Weights
@@ -54,6 +54,7 @@ class DecoderLayer:
         self._heads = config.heads // weights.shard.world
         self._kv_heads = config.kv_heads // weights.shard.world
         self._head_dim = config.head_dim
+        self._ranks = weights.shard.world
         self._eps = config.eps
         self._input_norm = weights[f"{name}.input_norm"]
         self._post_norm = weights[f"{name}.post_norm"]
@@ -70,19 +71,18 @@ class DecoderLayer:
         The rows' keys and values are written to the caches.
         """
         ops = self._ops
-        attended = self._attention(ops.rms_norm(x, self._input_norm, self._eps), rope, plan, k_cache, v_cache)
-        x = x + ops.all_reduce(ops.linear(attended, self._o))
+        x = self._add(x, self._attended(x, rope, plan, k_cache, v_cache))
         return x + ops.all_reduce(self.experts.forward(ops.rms_norm(x, self._post_norm, self._eps)))
 
-    def _attention(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], plan: Plan, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
-        ops, heads, turned = self._ops, self._heads, self._heads + self._kv_heads
-        qkv = ops.linear(x, self._qkv).view(x.shape[0], -1, self._head_dim)
-        qk = ops.rotate(ops.rms_norm(qkv[:, :turned], self._qk_norm, self._eps), *rope)
-        ops.write_kv(k_cache, qk[:, heads:], plan.write)
-        ops.write_kv(v_cache, qkv[:, turned:], plan.write)
-        return ops.paged_attention(qk[:, :heads], k_cache, v_cache, plan)
+    def _attended(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: Plan, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        qkv = self._ops.norm_linear(x, self._input_norm, self._eps, self._qkv)
+        at = Attend(self._qk_norm, self._eps, self._heads, *rope)
+        return self._ops.self_attention(qkv, at, k_cache, v_cache, plan)
+
+    def _add(self, x: Tensor, attended: Tensor) -> Tensor:
+        if self._ranks == 1:
+            return self._ops.linear_add(attended, self._o, x)
+        return x + self._ops.all_reduce(self._ops.linear(attended, self._o))
 
 
 class Stack:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels import Plan
+from engine.kernels import Plan, ops_for
+from engine.kernels.blocks import BlockLayout
 from engine.kv.plan import build_plan
 from engine.kv.plan_cache import PlanCache
 from engine.step import Component, Row, Step
@@ -38,13 +39,16 @@ def step(*rows: Row) -> Step:
 
 
 def cache(*, enabled: bool = True) -> PlanCache:
-    return PlanCache(PAGE, CPU, frozenset({DECODE, TEXT_DECODE}), enabled=enabled)
+    return PlanCache(PAGE, ops_for("cpu"), frozenset({DECODE, TEXT_DECODE}), enabled=enabled)
 
 
 def assert_same(got: Plan, want: Plan) -> None:
-    assert got.page_size == want.page_size and len(got.groups) == len(want.groups)
-    pairs = [(getattr(got, name), getattr(want, name)) for name in ("positions", "write", "last", "places")]
-    for mine, other in zip(got.groups, want.groups, strict=True):
+    laid, fresh = got.layout, want.layout
+    assert isinstance(laid, BlockLayout) and isinstance(fresh, BlockLayout)
+    assert got.page_size == want.page_size and len(laid.groups) == len(fresh.groups)
+    pairs = [(getattr(got, name), getattr(want, name)) for name in ("positions", "write", "last")]
+    pairs.append((laid.places, fresh.places))
+    for mine, other in zip(laid.groups, fresh.groups, strict=True):
         assert mine.blocks == other.blocks
         pairs += [(mine.rows, other.rows), (mine.pages, other.pages), (mine.future, other.future)]
     for mine_tensor, other_tensor in pairs:

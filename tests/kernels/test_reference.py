@@ -339,11 +339,11 @@ def test_a_plan_places_rows_on_pages_and_marks_the_last_row_of_each_segment():
 
 def test_a_plan_groups_blocks_by_the_pages_they_see():
     plan = make_plan([Segment(0, 3, 6, (4, 9)), Segment(3, 1, 0, (2,))], torch.zeros(3, 4), 8, "cpu")
-    one_page, two_pages = plan.groups
+    one_page, two_pages = plan.layout.groups
     # Positions 6 and 7 of the first and position 0 of the second see one page; position 8 of the first sees two.
     assert (one_page.blocks, one_page.rows.tolist(), one_page.pages.tolist()) == (2, [0, 0, 0, 1, 3, 0, 0, 0], [4, 2])
     assert (two_pages.blocks, two_pages.rows.tolist(), two_pages.pages.tolist()) == (1, [2, 0, 0, 0], [4, 9])
-    assert plan.places.tolist() == [2, 3, 8, 4]
+    assert plan.layout.places.tolist() == [2, 3, 8, 4]
     assert one_page.future.shape == (2, 1, 1, BLOCK, 8)
     assert one_page.future[0, 0, 0].sum(-1).tolist() == [3, 2, 1, 0]
     assert two_pages.future[0, 0, 0, 0].tolist() == [False] * 9 + [True] * 7

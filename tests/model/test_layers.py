@@ -143,7 +143,7 @@ def test_two_ranks_that_share_a_layer_sum_to_the_whole_layer(config, tiny_checkp
         weights, ops = load_weights(tiny_checkpoint, config, shard=shard), ops_for("cpu")
         layer = DecoderLayer(f"{component}.layers.0", stack, weights, ops)
         keys, values = torch.zeros(2, 1, PAGE_SIZE, stack.kv_heads // shard.world, 32)
-        attended = ops.linear(layer._attention(x, rope, plan, keys, values), weights[f"{component}.layers.0.o"])
+        attended = ops.linear(layer._attended(x, rope, plan, keys, values), weights[f"{component}.layers.0.o"])
         return attended, layer.experts.forward(x)
 
     whole = halves(Shard(0, 1))
