@@ -49,7 +49,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Serve models that read text and audio and answer with text and speech.",
+    help="Serve models that read text and audio and answer with text and speech, over OpenAI's HTTP interface and /generate.",
 )
 
 Model = Annotated[
@@ -111,7 +111,11 @@ def serve(
         float, typer.Option(help="How long open requests may go on after SIGTERM; a second signal ends them at once.")
     ] = 30.0,
 ) -> None:
-    """Serve a model over HTTP until SIGINT or SIGTERM. Routes: POST /generate, GET /health, /info, /metrics."""
+    """Serve a model over HTTP until SIGINT or SIGTERM.
+
+    OpenAI's routes: POST /v1/chat/completions, /v1/completions, /v1/audio/speech, /v1/audio/transcriptions, GET /v1/models.
+    Its own: POST /generate, GET /health, /info, /metrics, /openapi.json.
+    """
     engine = EngineSettings(
         max_model_len=model_len,
         kv_pages=kv_pages,

@@ -17,11 +17,12 @@ import psutil
 from engine.client import BootError, EngineClient, EngineProcess, Hello
 from engine.config import ServerSettings
 from engine.errors import RequestError
-from engine.metrics import FrontCounters, prometheus_text
+from engine.metrics import FrontCounters
 from engine.model.config import OmniConfig
 from engine.model.processor import Processor
 from engine.request import Request
 from engine.server.describe import identity, model_summary, resident_bytes, tasks
+from engine.server.exposition import prometheus_text
 from engine.server.generate import prepare
 from engine.server.guard import Admission
 from engine.server.protocol import GenerateFields
@@ -175,4 +176,4 @@ class Front:
         }
         load = {"engine_open": self.client.open_requests, "open_limit": self.settings.max_open}
         own = {"engine_answered": float(found is not None), **memory, **load}
-        return prometheus_text(self._engine_counters | self.counters.values() | own)
+        return prometheus_text(self._engine_counters | self.counters.values() | own, self.client.histograms.by_name())

@@ -16,6 +16,7 @@ import pytest
 from tests.server.serving import Server, gone, serving, wait_until
 
 LONG = {"text": "Count to a thousand.", "max_tokens": 4000, "ignore_eos": True}
+SHUTTING_DOWN = {"error": {"message": "the server is shutting down", "field": None, "code": "shutting_down"}}
 END_S = 3.0  # how long an end may take beside the drain
 
 
@@ -75,12 +76,12 @@ def test_what_is_left_after_the_drain_ends_with_an_error_and_is_counted(tiny_che
         replies = opened(server, 4, **LONG)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert [last_line(reply)["error"]["message"] for reply in replies] == ["the server is shutting down"] * 4
+        assert [last_line(reply) for reply in replies] == [SHUTTING_DOWN] * 4
         assert time.monotonic() - began > 1
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < 1 + END_S
         assert wait_until(lambda: all(gone(child.pid) for child in children), 2)
-        assert "omni: open requests cut: 4\n" in server.text()
+        assert "omni: draining: 4 open requests, up to 1 s\nomni: cut: 4 open requests\n" in server.text()
         assert "Traceback" not in server.text()
 
 
@@ -92,10 +93,10 @@ def test_a_second_signal_ends_a_drain_at_once(tiny_checkpoint: Path, tmp_path: P
         assert wait_until(lambda: drains(server), 2)
         began = time.monotonic()
         server.process.send_signal(second)
-        assert last_line(reply)["error"]["message"] == "the server is shutting down"
+        assert last_line(reply) == SHUTTING_DOWN
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < END_S
-        assert "omni: open requests cut: 1\n" in server.text()
+        assert "omni: draining: 1 open request, up to 30 s\nomni: cut: 1 open request\n" in server.text()
 
 
 def test_an_idle_server_ends_at_once(tiny_checkpoint: Path, tmp_path: Path):
@@ -104,6 +105,7 @@ def test_an_idle_server_ends_at_once(tiny_checkpoint: Path, tmp_path: Path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < END_S
+        assert "draining" not in server.text()
 
 
 def test_a_client_that_leaves_ends_the_drain(tiny_checkpoint: Path, tmp_path: Path):

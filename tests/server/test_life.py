@@ -180,8 +180,11 @@ def test_an_interrupt_under_load_ends_streams_with_an_error_and_the_process_with
             reply.readline()
         began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
-        last = [json.loads(reply.read().splitlines()[-1]) for reply in replies]
-        assert [line["error"]["message"] for line in last] == ["the server is shutting down"] * 4
+        last = [json.loads(reply.read().splitlines()[-1])["error"] for reply in replies]
+        assert [(error["message"], error["code"]) for error in last] == [
+            ("the server is shutting down", "shutting_down")
+        ] * 4
+        assert "omni: cut: 4 open requests\n" in server.text() and "draining" not in server.text()
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < 5
         assert wait_until(lambda: gone(engine), 2)
@@ -409,3 +412,7 @@ def test_help_has_examples():
         assert "omni" in done.stdout
         assert "python" not in done.stdout
         assert not words or "Example" in done.stdout
+        if words == ("serve",):
+            assert all(
+                path in done.stdout for path in ("/v1/chat/completions", "/v1/audio/speech", "/generate", "/metrics")
+            )

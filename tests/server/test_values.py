@@ -24,8 +24,9 @@ from engine.config import (
     default_dtype,
     switches_off,
 )
-from engine.metrics import FrontCounters, prometheus_text
+from engine.metrics import FrontCounters
 from engine.server import cli, front
+from engine.server.exposition import prometheus_text
 from engine.server.source import git_commit, source_digest, versions
 from tests.server.serving import environment
 from tests.shared import REPOSITORY
@@ -185,7 +186,7 @@ def test_versions_name_the_tree_and_the_libraries():
 
 def test_totals_are_counters_and_everything_else_is_a_gauge():
     counters = FrontCounters(http_requests=3, http_open=1).values()
-    text = prometheus_text({**counters, "slots_free": 7.0})
+    text = prometheus_text({**counters, "slots_free": 7.0}, {})
     assert "# TYPE walkgate_http_requests_total counter\nwalkgate_http_requests_total 3.0\n" in text
     assert "# TYPE walkgate_slots_free gauge\nwalkgate_slots_free 7.0\n" in text
     assert "walkgate_http_open 1.0\n" in text
