@@ -311,8 +311,10 @@ class EngineClient:
     def _post(self, order: Order) -> None:
         if self._ended is not None:
             return
-        # Without a limit on the queue the socket takes every message at once, so there is nothing to wait for.
-        self._socket.send(msgspec.msgpack.encode(order))
+        # Without a limit on the queue the socket takes every message at once, as long as the engine is there. Where it is not
+        # (yet, or any more), sending would wait for it; its end is noticed elsewhere, and ends every stream.
+        with suppress(zmq.Again):
+            self._socket.send(msgspec.msgpack.encode(order), zmq.NOBLOCK)
         # Sending may use up the one signal that the descriptor gives for news.
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 
 from engine.client import BootError, EngineClient, EngineProcess, Hello
@@ -108,7 +109,7 @@ class Front:
             raise BootError(f"the engine process imported {hello.engine_file}, this process {ours}; unset PYTHONPATH")
         # Measured from the start of this process, imports included.
         self.boot_seconds = round(time.time() - psutil.Process().create_time(), 3)
-        self.processor, self.hello = processor, hello
+        self.processor, self.hello = replace(processor, kv_positions=_kv_positions(hello)), hello
         self._info = self._describe(await source, processor, hello)
         self.stage = OK
 
@@ -177,3 +178,9 @@ class Front:
         load = {"engine_open": self.client.open_requests, "open_limit": self.settings.max_open}
         own = {"engine_answered": float(found is not None), **memory, **load}
         return prometheus_text(self._engine_counters | self.counters.values() | own, self.client.histograms.by_name())
+
+
+def _kv_positions(hello: Hello) -> int:
+    """How many positions the engine's KV pages hold of each component."""
+    limits = msgspec.convert(hello.info["limits"], dict[str, int])
+    return limits["kv_pages"] * limits["page_size"]

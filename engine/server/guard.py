@@ -5,6 +5,7 @@ A refusal is answered before the body is read. Not here: what a body may hold (p
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -109,9 +110,21 @@ class Guard:
         if refusal := self.unready() or self._full():
             await _refuse(scope, send, refusal)
             return
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         self.admission.enter(time.monotonic())
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, noting)
+        except asyncio.CancelledError:
+            # Only the server's end does this, to what its drain has cut: a body on its way, a reader that takes nothing.
+            if not started:
+                error = RequestError("the server is shutting down", code="shutting_down", status=_UNAVAILABLE)
+                await _refuse(scope, send, error)
         finally:
             self.admission.leave(time.monotonic())
 

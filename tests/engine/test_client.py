@@ -53,6 +53,7 @@ def joined(tmp_path: Path, test: Callable[[EngineClient, Peer], Coroutine[None, 
         address = f"ipc://{tmp_path}/e"
         client = EngineClient(address)
         peer = Peer(address)
+        assert client._socket.poll(5000, zmq.POLLOUT)  # they have met: before that nothing can be sent
         try:
             await asyncio.wait_for(test(client, peer), 20)
         finally:
@@ -299,5 +300,19 @@ def test_an_error_reaches_a_stream_after_the_events_before_it(tmp_path: Path):
         assert (await anext(stream)).token_ids == [2]
         with pytest.raises(EngineDeadError):
             await anext(stream)
+
+    joined(tmp_path, test)
+
+
+def test_a_request_to_an_engine_that_has_just_gone_blocks_nothing(tmp_path: Path):
+    async def test(client: EngineClient, peer: Peer) -> None:
+        peer.context.destroy(linger=0)
+        while client._socket.poll(0, zmq.POLLOUT):  # until the end of the connection is seen
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(anext(client.generate(asked("a"))))
+        await asyncio.sleep(0)
+        client.shut_down()
+        with pytest.raises(RequestError, match="shutting down"):
+            await waiting
 
     joined(tmp_path, test)

@@ -85,6 +85,21 @@ def test_what_is_left_after_the_drain_ends_with_an_error_and_is_counted(tiny_che
         assert "Traceback" not in server.text()
 
 
+def test_a_body_that_is_still_on_its_way_after_the_drain_is_told(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log", "--drain-seconds", "0.5") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+            half.sendall(
+                b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
+            assert wait_until(lambda: server.metrics()["http_open"] == 1, 5)
+            server.process.send_signal(signal.SIGTERM)
+            reply = http.client.HTTPResponse(half)
+            reply.begin()
+            assert (reply.status, json.loads(reply.read())) == (503, SHUTTING_DOWN)
+        assert server.process.wait(10) == 0
+        assert "cut: 1 open request" in server.text() and "Traceback" not in server.text()
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_drain_at_once(tiny_checkpoint: Path, tmp_path: Path, second: signal.Signals):
     with serving(tiny_checkpoint, tmp_path / "log") as server:

@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -291,6 +292,21 @@ def test_a_crowd_of_connections_gets_no_further_than_the_limit(small: Server):
         link.close()
     assert wait_until(lambda: gauge(small, "http_open") == 0, 5)
     assert asked(small, {"text": "a", "max_tokens": 1})[0].status == 200
+
+
+def test_after_many_quick_requests_a_crowd_is_told_to_come_back_soon(tiny_checkpoint: Path, tmp_path: Path):
+    words = ["--max-batch", "8", "--max-queue", "24", "--api-key", KEYS[0]]
+    with serving(tiny_checkpoint, tmp_path / "log", *words) as server:
+
+        def retry_after(_: int) -> str | None:
+            reply, _ = asked(server, {"text": "a", "max_tokens": 1})
+            assert reply.status in (200, 429)
+            return reply.headers["Retry-After"]
+
+        assert [retry_after(place) for place in range(50)] == [None] * 50
+        with ThreadPoolExecutor(60) as pool:
+            told = [found for found in pool.map(retry_after, range(60)) if found is not None]
+        assert told and set(told) <= {"1", "2"}
 
 
 def test_a_full_server_refuses_until_a_request_ends(small: Server):
