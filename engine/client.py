@@ -23,6 +23,7 @@ import zmq
 
 from engine.config import EngineSettings, child_environment
 from engine.errors import EngineDeadError, RequestError, WalkgateError
+from engine.metrics import RequestHistograms, RequestTimes
 from engine.request import Event, Request
 
 _LONGEST_ADDRESS = 100  # a socket's path holds 107 bytes on Linux, fewer elsewhere
@@ -152,9 +153,10 @@ def start_engine(model: Path, settings: EngineSettings, source_root: Path) -> En
 class _Mailbox:
     """What came for one stream and was not read yet. One task reads it; what it holds is bounded by what was asked for."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_waiter", "times")
 
-    def __init__(self) -> None:
+    def __init__(self, times: RequestTimes) -> None:
+        self.times = times
         self._items: deque[Event | WalkgateError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -178,11 +180,12 @@ class _Mailbox:
 class EngineClient:
     """Sends requests to the engine process and hands each one's events to whoever asked. Lives in one event loop.
 
-    At most `max_open` requests may be open at once.
+    At most `max_open` requests may be open at once. `histograms` has how they got on, however slowly their events are read.
     """
 
     address: str
     max_open: int = sys.maxsize
+    histograms: RequestHistograms = field(default_factory=RequestHistograms, init=False)
     _loop: asyncio.AbstractEventLoop = field(init=False)
     _context: zmq.Context[zmq.Socket[bytes]] = field(init=False)
     _socket: zmq.Socket[bytes] = field(init=False)
@@ -191,7 +194,7 @@ class EngineClient:
     _streams: dict[str, _Mailbox] = field(default_factory=dict, init=False)
     _asked: dict[int, asyncio.Future[dict[str, float]]] = field(default_factory=dict, init=False)
     _number: int = field(default=0, init=False)
-    _death: EngineDeadError | None = field(default=None, init=False)
+    _ended: WalkgateError | None = field(default=None, init=False)
     _progress_at: float = field(default=0.0, init=False)
     _work_since: float = field(default=0.0, init=False)
 
@@ -230,10 +233,11 @@ class EngineClient:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield a request's events, the last one `done`. Closing the iterator early cancels the request.
 
-        Raises RequestError if the engine refuses it or too many are open, EngineDeadError if the engine process ends.
+        Raises RequestError if the engine refuses it, too many are open or the server shuts down, EngineDeadError if the engine
+        process ends.
         """
-        if self._death is not None:
-            raise self._death
+        if self._ended is not None:
+            raise self._ended
         if len(self._streams) >= self.max_open:
             raise RequestError(
                 f"{self.max_open} requests are open, which is all that this server takes at once; try again later",
@@ -252,9 +256,10 @@ class EngineClient:
                 self.cancel(request.id)
 
     def _open(self, request: Request) -> _Mailbox:
+        now = time.monotonic()
         if not self._streams:
-            self._work_since = time.monotonic()
-        mailbox = self._streams[request.id] = _Mailbox()
+            self._work_since = now
+        mailbox = self._streams[request.id] = _Mailbox(RequestTimes(self.histograms, now))
         self._post(Add(request))
         return mailbox
 
@@ -265,7 +270,7 @@ class EngineClient:
 
     async def counters(self, timeout_s: float) -> dict[str, float] | None:
         """Ask for the engine's counters; None when it is too busy to answer within `timeout_s`, or dead."""
-        if self._death is not None:
+        if self._ended is not None:
             return None
         self._number += 1
         number, answer = self._number, self._loop.create_future()
@@ -273,27 +278,30 @@ class EngineClient:
         self._post(AskCounters(number))
         try:
             return await asyncio.wait_for(answer, timeout_s)
-        except (TimeoutError, EngineDeadError):
+        except (TimeoutError, WalkgateError):
             return None
         finally:
             self._asked.pop(number, None)
 
     def fail(self, message: str) -> None:
-        """End every open stream with an error: the engine process is gone, or about to be ended."""
-        self._death = EngineDeadError(message)
-        if not self._hello.done():
-            self._hello.set_exception(self._death)
-            self._hello.exception()  # marks it as seen: nobody may be waiting for it
-        for mailbox in self._streams.values():
-            mailbox.put(self._death)
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(self._death)
+        """End every open stream with an EngineDeadError: the engine process is gone."""
+        self._end(EngineDeadError(message))
 
     def shut_down(self) -> None:
-        """Ask the engine process to end, and end the open streams."""
+        """Ask the engine process to end, and end the open streams with a RequestError (503)."""
         self._post(Shutdown())
-        self.fail("the server is shutting down")
+        self._end(RequestError("the server is shutting down", code="shutting_down", status=503))
+
+    def _end(self, error: WalkgateError) -> None:
+        self._ended = error
+        if not self._hello.done():
+            self._hello.set_exception(error)
+            self._hello.exception()  # marks it as seen: nobody may be waiting for it
+        for mailbox in self._streams.values():
+            mailbox.put(error)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def close(self) -> None:
         """Close the socket. The client is of no use afterwards."""
@@ -301,10 +309,12 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def _post(self, order: Order) -> None:
-        if self._death is not None:
+        if self._ended is not None:
             return
-        # Without a limit on the queue the socket takes every message at once, so there is nothing to wait for.
-        self._socket.send(msgspec.msgpack.encode(order))
+        # Without a limit on the queue the socket takes every message at once, as long as the engine is there. Where it is not
+        # (yet, or any more), sending would wait for it; its end is noticed elsewhere, and ends every stream.
+        with suppress(zmq.Again):
+            self._socket.send(msgspec.msgpack.encode(order), zmq.NOBLOCK)
         # Sending may use up the one signal that the descriptor gives for news.
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)
@@ -320,14 +330,13 @@ class EngineClient:
 
     def _take(self, news: News) -> None:
         if isinstance(news, Events):
-            self._progress_at = time.monotonic()
-            for event in news.events:
-                self._deliver(event.request_id, event, last=event.done)
+            self._deal_out(news.events)
         elif isinstance(news, Beat):
             self._progress_at = time.monotonic()
         elif isinstance(news, Refused):
             refusal = RequestError(news.message, field=news.field, code=news.code, status=news.status)
-            self._deliver(news.request_id, refusal, last=True)
+            if mailbox := self._streams.pop(news.request_id, None):
+                mailbox.put(refusal)
         elif isinstance(news, Counters):
             answer = self._asked.get(news.number)
             if answer is not None and not answer.done():
@@ -338,8 +347,11 @@ class EngineClient:
             else:
                 self._hello.set_exception(BootError(news.message))
 
-    def _deliver(self, request_id: str, item: Event | WalkgateError, *, last: bool) -> None:
-        """Put an item into a stream; the last one closes it, so that its end is not taken for a cancellation."""
-        mailbox = self._streams.pop(request_id, None) if last else self._streams.get(request_id)
-        if mailbox is not None:
-            mailbox.put(item)
+    def _deal_out(self, events: list[Event]) -> None:
+        """Put each event into its stream; the last one closes it, so that its end is not taken for a cancellation."""
+        now = self._progress_at = time.monotonic()
+        for event in events:
+            mailbox = self._streams.pop(event.request_id, None) if event.done else self._streams.get(event.request_id)
+            if mailbox is not None:
+                mailbox.times.take(event, now)
+                mailbox.put(event)

@@ -109,9 +109,9 @@ class ServerSettings:
         if self.max_audio_seconds is not None and self.max_audio_seconds < 1:
             raise SettingError(f"--max-audio-seconds must be at least 1, is {self.max_audio_seconds}")
         if not (self.wedge_seconds > 0 and math.isfinite(self.wedge_seconds)):
-            raise SettingError(f"--wedge-seconds must be above 0, is {self.wedge_seconds:g}")
+            raise SettingError(f"--wedge-seconds must be above 0 and finite, is {self.wedge_seconds:g}")
         if not (self.drain_seconds >= 0 and math.isfinite(self.drain_seconds)):
-            raise SettingError(f"--drain-seconds must be at least 0, is {self.drain_seconds:g}")
+            raise SettingError(f"--drain-seconds must be at least 0 and finite, is {self.drain_seconds:g}")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise SettingError("--served-model-name is empty")
         # Which key is at fault is not said: a message ends in a log.

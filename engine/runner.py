@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,11 +55,11 @@ class Made:
 
 @dataclass(slots=True)
 class Launched:
-    """A step in flight: the tensors that `finish` copies to the host, for the rows (`making`) that make something."""
+    """A step in flight: the tensors that `finish` copies to the host, for those of its `rows` that make something."""
 
     step: Step
     bucket: int
-    making: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     tokens: Tensor | None = None
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     pcm: list[Tensor] = field(default_factory=list)
@@ -119,8 +119,16 @@ class _Tracks:
         self.device = device
         self.live: dict[str, _Live] = {}
 
-    def of(self, step: Step) -> list[_Live]:
-        return [self.live[row.request_id] for row in step.rows]
+    def of(self, rows: Sequence[Row]) -> list[_Live]:
+        return [self.live[row.request_id] for row in rows]
+
+    def making(self, step: Step, slots: Tensor, last: Tensor) -> tuple[list[Row], Tensor, Tensor]:
+        """The rows that make a token or a frame, their slots [M] and where they end [M]: all but chunks inside a prompt."""
+        places = [place for place, row in enumerate(step.rows) if self.live[row.request_id].index(row) >= 0]
+        if len(places) == len(step.rows):
+            return list(step.rows), slots, last
+        chosen = torch.tensor(places, dtype=torch.int64, device=self.device)
+        return [step.rows[place] for place in places], slots[chosen], last[chosen]
 
     def slots(self, step: Step) -> Tensor:
         return torch.tensor([row.slot for row in step.rows], device=self.device)
@@ -250,7 +258,7 @@ class ThinkerRunner:
 
     def launch(self, step: Step) -> Launched:
         """Run the step's rows and leave each row's token in its slot and, for speech, in the text queue."""
-        live = self._tracks.of(step)
+        live = self._tracks.of(step.rows)
         slots = self._tracks.slots(step)
         plan = self._tracks.plan(step)
         x = self._inputs(step, live, slots)
@@ -261,19 +269,16 @@ class ThinkerRunner:
         )
         if accept is not None:
             self._keep_media_rows(step, live, accept)
-        launched = Launched(step, self._capture.bucket(len(step.rows)), _making(step, live))
-        if launched.making:
-            self._choose(launched, live, slots, hidden.index_select(0, plan.last))
+        rows, slots, last = self._tracks.making(step, slots, plan.last)
+        launched = Launched(step, self._capture.bucket(len(step.rows)), rows)
+        if rows:
+            self._choose(launched, slots, hidden.index_select(0, last))
         return launched
 
-    def _choose(self, launched: Launched, live: list[_Live], slots: Tensor, ends: Tensor) -> None:
-        """Choose a token for each row that makes one, from `ends` [R, H]; chunks inside a prompt make none."""
-        step, making = launched.step, launched.making
-        if len(making) < len(live):
-            chosen = torch.tensor(making, device=slots.device)
-            slots, ends = slots[chosen], ends[chosen]
-        some = [live[place] for place in making]
-        steps = [one.index(step.rows[place]) for place, one in zip(making, some, strict=True)]
+    def _choose(self, launched: Launched, slots: Tensor, ends: Tensor) -> None:
+        """Choose a token for each of the step's M rows that make one, in `slots` [M], from `ends` [M, H]."""
+        some = self._tracks.of(launched.rows)
+        steps = [one.index(row) for row, one in zip(launched.rows, some, strict=True)]
         logits = self._thinker.logits(ends)
         wishes = self.sampler.rows([one.request.sampling for one in some], slots, steps)
         tokens = self.sampler.choose(logits, wishes)
@@ -339,8 +344,7 @@ class ThinkerRunner:
         """Read the tokens once, note progress and ends. A row of a track that had ended by then is dropped."""
         if launched.tokens is None:
             return []
-        step, every = launched.step, self._tracks.of(launched.step)
-        rows, live = [step.rows[place] for place in launched.making], [every[place] for place in launched.making]
+        step, rows, live = launched.step, launched.rows, self._tracks.of(launched.rows)
         tokens = self._tracks.to_host(launched.tokens)
         reasons = self._stop(_stop_rows(rows, live), tokens)
         made = []
@@ -364,11 +368,6 @@ class ThinkerRunner:
         self.counters["logprob_rows"] += 1
         chosen, ids, logprobs = (values[index] for values in launched.logprobs)
         return StepLogprobs(float(chosen), ids[:count].tolist(), logprobs[:count].tolist())
-
-
-def _making(step: Step, live: list[_Live]) -> list[int]:
-    """The places of the rows that make a token or a frame: all but chunks that end inside a prompt."""
-    return [place for place, (row, one) in enumerate(zip(step.rows, live, strict=True)) if one.index(row) >= 0]
 
 
 def _stop_rows(rows: list[Row], live: list[_Live]) -> list[StopRow]:
@@ -436,26 +435,24 @@ class TalkerRunner:
 
     def launch(self, step: Step) -> Launched:
         """Run the rows, choose layer-0 codes, let the predictor add the other 15, and stream the frames."""
-        live = self._tracks.of(step)
+        live = self._tracks.of(step.rows)
         slots = self._tracks.slots(step)
         plan = self._tracks.plan(step)
         x = self._inputs(step, live, slots)
         y = self._capture.run(
             len(step.rows), lambda: self._talker.forward(x, plan, self._cache.keys, self._cache.values)
         )
-        launched = Launched(step, self._capture.bucket(len(step.rows)), _making(step, live))
-        if launched.making:
-            self._frame(launched, live, slots, y.index_select(0, plan.last))
+        rows, slots, last = self._tracks.making(step, slots, plan.last)
+        launched = Launched(step, self._capture.bucket(len(step.rows)), rows)
+        if rows:
+            self._frame(launched, slots, y.index_select(0, last))
         return launched
 
-    def _frame(self, launched: Launched, live: list[_Live], slots: Tensor, y: Tensor) -> None:
-        """Make the frame of each row that makes one, from `y` [R, H]; chunks inside a prompt make none."""
-        step, making = launched.step, launched.making
-        if len(making) < len(live):
-            chosen = torch.tensor(making, device=slots.device)
-            slots, y = slots[chosen], y[chosen]
-        steps = [live[place].index(step.rows[place]) for place in making]
-        speech = [_speech(live[place].request) for place in making]
+    def _frame(self, launched: Launched, slots: Tensor, y: Tensor) -> None:
+        """Make the frame of each of the step's M rows that make one, in `slots` [M], from `y` [M, H]."""
+        some = self._tracks.of(launched.rows)
+        steps = [one.index(row) for row, one in zip(launched.rows, some, strict=True)]
+        speech = [_speech(one.request) for one in some]
         logits = self._talker.logits(y).masked_fill(self._talker.suppressed, float("-inf"))
         for index, wish in enumerate(speech):
             if wish.ignore_eos:
@@ -519,8 +516,7 @@ class TalkerRunner:
         """Read the frames once; a row whose layer-0 code is the end makes none, and one of an ended track is dropped."""
         if launched.tokens is None:
             return []
-        step, every = launched.step, self._tracks.of(launched.step)
-        rows, live = [step.rows[place] for place in launched.making], [every[place] for place in launched.making]
+        rows, live = launched.rows, self._tracks.of(launched.rows)
         codes = self._tracks.to_host(launched.tokens)
         reasons = self._stop(self._limits(rows, live), codes[:, 0])
         made = []

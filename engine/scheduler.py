@@ -14,6 +14,8 @@ from engine.track import Track
 
 NextWalk = Callable[[Track], str | None]
 _Ready = tuple[Track, str]
+# What a client asks for less of, to fit a component's pages.
+LIMIT_FIELDS = {Component.THINKER: "max_tokens", Component.TALKER: "speech.max_frames"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,11 @@ class Scheduler:
         for component, count in pages.items():
             total = self.pools.total_pages[component]
             if count > total:
+                limit = LIMIT_FIELDS[component]
                 raise RequestError(
                     f"the request needs up to {count} KV pages of {self.pools.page_size} positions in the {component}, "
-                    f"the engine has {total}: lower max_tokens, shorten the prompt or start with more --kv-pages",
-                    field="max_tokens",
+                    f"the engine has {total}: lower {limit}, shorten the prompt or start with more --kv-pages",
+                    field=limit,
                     code="too_large",
                 )
         self._waiting.append(_Waiting(request_id, wanted, pages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from gate.cell import METRICS, TASKS, Cell
@@ -13,6 +14,7 @@ from gate.wer import RESAMPLES
 
 _ALL_TASKS = (*TASKS, "I2T", "V2T")
 _MOST_COUNTERS = 60
+_WIDEST = math.log(10)
 _EXACT_METRICS = ("issued", "failed", "tokens out", "audio in")
 
 
@@ -41,16 +43,16 @@ def _explanations(run: RunData, found: Comparisons) -> list[str]:
         "Holm p",
         "best/best",
         "loss not excluded",
-        "smallest change found",
+        "would find",
     )
     limits = run.plan.thresholds
     rule = (
         f"Differences of mean logarithms of session values; s is the spread of a session, at least {_hundred(limits.s_min)} %: "
         "pooled within arms, and from 4 sessions an arm on that of the differences within neighbouring slots. "
-        f"Regression or improvement: Holm p < {limits.alpha:g} over the judged cells, and a change beyond the floor. "
+        f"Regression or improvement: Holm p < {limits.alpha:g} over all planned cells, and a change beyond the floor. "
         "Equivalent: the 90 % interval lies inside ± the floor. No session is ever dropped. "
         f"WER: bootstrap over speaker blocks, {RESAMPLES:,} resamples, seed {run.plan.seed}; worse from "
-        f"{limits.wer_points:g} points. The smallest change found is with 80 % chance."
+        f"{limits.wer_points:g} points. *Would find*: a true change of this size is found with 80 % chance."
     )
     rows = [_explanation(cell) for cell in found.cells]
     reasons = [
@@ -68,16 +70,23 @@ def _explanation(cell: CellComparison) -> list[str]:
     found = cell.contrast
     if found is None or cell.verdict not in SPEED_VERDICTS:
         return [cell.cell, *[DASH] * 9]
-    bounds = [
-        DASH if low is None or high is None else interval(percent(low), percent(high))
-        for low, high in ((found.low, found.high), (found.low90, found.high90))
-    ]
+    bounds = [interval_words(low, high) for low, high in ((found.low, found.high), (found.low90, found.high90))]
     chances = [DASH if p is None else number(p, 4) for p in (found.p, cell.p_holm)]
     best = DASH if cell.best_change is None else f"{signed(100 * cell.best_change)} %"
-    tail = [
-        f"{_hundred(ratio)} %" if ratio is not None else DASH for ratio in (cell.loss_not_excluded, cell.detectable)
-    ]
-    return [cell.cell, f"{_hundred(found.s, 2)} %", str(found.df), *bounds, *chances, best, *tail]
+    loss = DASH if cell.loss_not_excluded is None else f"{_hundred(cell.loss_not_excluded)} %"
+    finds = DASH if cell.detectable is None else _at_most_double(cell.detectable)
+    return [cell.cell, f"{_hundred(found.s, 2)} %", str(found.df), *bounds, *chances, best, loss, finds]
+
+
+def _at_most_double(ratio: float) -> str:
+    return f"{_hundred(ratio)} %" if ratio <= 1 else "only over 100 %"
+
+
+def interval_words(low: float | None, high: float | None) -> str:
+    """An interval of log values in percent, or why there is none: one that spans a factor of ten says nothing."""
+    if low is None or high is None or max(abs(low), abs(high)) > _WIDEST:
+        return "too few sessions for an interval"
+    return interval(percent(low), percent(high))
 
 
 def _wer_details(found: Comparisons) -> list[str]:

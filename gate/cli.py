@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import re
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -144,6 +146,36 @@ class Screen:
             self.say(f"[{done}/{total}] {text}")
 
 
+def called(argv0: str, here: Path) -> str:
+    """How this gate was called, for the commands that it prints; `here` is the working folder."""
+    path = Path(argv0)
+    if path.parts[-2:] == ("gate", "__main__.py"):
+        return f"{_program(Path(sys.executable), here)} -m gate"
+    return _program(path, here) if path.name == "gate" else "gate"
+
+
+def _program(path: Path, here: Path) -> str:
+    """A program by its name where that finds it, else by its path as seen from `here`."""
+    found = shutil.which(path.name)
+    if found is not None and Path(found).absolute() == (here / path):
+        return path.name
+    shown = _shown(here / path, here)
+    return shlex.quote(shown if "/" in shown else f"./{shown}")
+
+
+def _shown(path: Path, here: Path) -> str:
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _again(*words: str) -> str:
+    """A command line of this gate, as it was called."""
+    return f"{called(sys.argv[0], Path.cwd())} {shlex.join(words)}"
+
+
+def _resume_words(run_dir: Path) -> str:
+    return _again("compare", "--resume", _shown(run_dir, Path.cwd()))
+
+
 def _end(text: str, code: int) -> NoReturn:
     typer.echo(text, err=True)
     raise typer.Exit(code)
@@ -153,8 +185,8 @@ def _end(text: str, code: int) -> NoReturn:
 def _reported(run_dir: Path | None = None) -> Iterator[None]:
     """Turn the failures a user can cause into one sentence and an exit code; what was measured stays on disk."""
     kept = (
-        f"; what was measured is kept: gate report {run_dir}, or go on: gate compare --resume {run_dir}"
-        if run_dir is not None
+        f"; what was measured is kept: {_again('report', str(run_dir))}, or go on: {_resume_words(run_dir)}"
+        if run_dir
         else ""
     )
     try:
@@ -258,6 +290,8 @@ def _judge(folder: RunDir, expect: bool = False) -> run.Outcome:
     outcome = run.write_report(folder, expect)
     typer.echo(f"report: {folder.report}\n")
     typer.echo(first_part(folder.report.read_text(encoding="utf-8")))
+    if outcome.comparisons.is_stopped:
+        typer.echo(f"\nfinish it: {_resume_words(folder.path)}")
     return outcome
 
 
@@ -396,7 +430,8 @@ def plan(
         wish = Wish(choices, Path.cwd(), target, set_name, _split(cells), sessions, seed, model, librispeech)
         wish = replace(wish, workloads=workloads or default_root(), door=door)
         folder = _with_screen(lambda screen: run.plan_only(wish, screen))
-        typer.echo(f"plan: {folder.path / 'plan.json'}\ncarry it out: gate compare --resume {folder.path}")
+        typer.echo(f"plan: {folder.path / 'plan.json'}")
+        typer.echo(f"carry it out: {_resume_words(folder.path)}")
 
 
 @app.command(name="run")
@@ -545,7 +580,8 @@ def found_plants(found: Comparisons) -> str:
         else "not proven; this machine was too busy for so few sessions"
     )
     flip = "found" if found.moves else "not found"
-    return f"planted: slower decoding: {slow}; flipped token: {flip}. More sessions prove more: gate demo --sessions 5"
+    more = _again("demo", "--sessions", "5")
+    return f"planted: slower decoding: {slow}; flipped token: {flip}. More sessions prove more: {more}"
 
 
 def _demo_dir() -> Path:

@@ -253,6 +253,9 @@ def _shortfall(cell: Cell, reply: Reply) -> str | None:
     """What makes a complete reply a failure all the same; short output and absent audio are for the verdict to judge."""
     if reply.completion_tokens == 0:
         return "no tokens"
+    counted = max(reply.completion_tokens, len(reply.token_ids))
+    if counted > cell.max_tokens:
+        return f"counted more tokens than asked for: {counted} of {cell.max_tokens}"
     if cell.task in SPEECH_TASKS and reply.stated_samples not in (None, reply.pcm_samples):
         return f"audio lost: usage says {reply.stated_samples} samples, {reply.pcm_samples} arrived"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -12,22 +13,26 @@ from gate.cell import SPEECH_TASKS, Cell
 from gate.door import Pcm, Reply, Stamped
 from gate.record import EventStamp, Item
 
+# A server's number is bounded where it is read: the tables hold 64 bits, and none of these is ever negative.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+UNREADABLE = (msgspec.MsgspecError, RecursionError)  # the latter: JSON nested too deep
+
 
 class _Top2(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Annotated[list[Count], msgspec.Meta(min_length=2)]
+    logprobs: Annotated[list[float], msgspec.Meta(min_length=2)]
 
 
 class _Trace(msgspec.Struct):
-    step: int
-    bucket: int
-    rows: int
+    step: Count
+    bucket: Count
+    rows: Count
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    audio_samples: int | None = None
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    audio_samples: Count | None = None
 
 
 class _Fault(msgspec.Struct):
@@ -37,12 +42,12 @@ class _Fault(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    token_ids: list[int] = []
+    token_ids: list[Count] = []
     text: str = ""
     logprobs: list[_Top2] = []
     trace: list[_Trace] = []
     pcm: bytes = b""
-    sample_rate: int | None = None
+    sample_rate: Count | None = None
     finished: bool = False
     finish_reason: str | None = None
     audio_finish_reason: str | None = None
@@ -89,7 +94,7 @@ class GenerateDoor:
                     return reply
                 _add(reply, line, t_us, pcm.push(line.pcm))
                 finished = line.finished
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             reply.error = f"a line of the stream is not what the contract says: {error}"
             return reply
         reply.pcm_samples, reply.pcm_sha256 = pcm.samples, pcm.digest()
@@ -100,7 +105,7 @@ class GenerateDoor:
         """The sentence in the body of another status."""
         try:
             fault = _DECODER.decode(body).error
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             fault = None
         return _sentence(fault) if fault else body[:200].decode("utf-8", errors="replace")
 

@@ -20,20 +20,20 @@ import soundfile
 
 from gate.cell import SPEECH_TASKS, Cell
 from gate.door import DoorError, Pcm, Reply, Stamped
-from gate.generate import speech_fields
+from gate.generate import UNREADABLE, Count, speech_fields
 from gate.record import EventStamp, Item
 
 VOICE = "ethan"
 
 
 class _CompletionDetails(msgspec.Struct):
-    text_tokens: int | None = None
-    audio_tokens: int | None = None
+    text_tokens: Count | None = None
+    audio_tokens: Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count | None = 0
     completion_tokens_details: _CompletionDetails | None = None
 
 
@@ -53,7 +53,7 @@ class _Choice(msgspec.Struct):
 
 
 class _AudioMetadata(msgspec.Struct):
-    sample_rate: int | None = None
+    sample_rate: Count | None = None
 
 
 class _Fault(msgspec.Struct):
@@ -122,7 +122,7 @@ class OpenAiDoor:
                 done = done or data == b"[DONE]"
                 if data and not done:
                     _add(reply, _DECODER.decode(data), t_us, pcm)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             reply.error = f"an event of the stream is not a chat completion chunk: {error}"
         except DoorError as error:
             reply.error = str(error)
@@ -138,7 +138,7 @@ class OpenAiDoor:
         """The sentence in the body of another status."""
         try:
             found = msgspec.json.decode(body, type=_Refusal)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return body[:200].decode("utf-8", errors="replace")
         if isinstance(found.error, _Fault):
             return _sentence(found.error)
@@ -199,6 +199,8 @@ def _sound(reply: Reply, chunk: _Chunk, data: str | None) -> bytes:
                 raise DoorError(
                     f"sound of {8 * file.getsampwidth()} bits, {file.getnchannels()} channels; 16, 1 wanted"
                 )
+            if not file.getframerate():
+                raise DoorError("sound of 0 samples a second")
             reply.sample_rate = file.getframerate()
             return bytes(file.readframes(file.getnframes()))
     except (wave.Error, EOFError) as error:

@@ -1,4 +1,7 @@
-"""Processes that the gate starts: each in a group of its own under a warden, so that it ends with the gate whatever happens."""
+"""Processes that the gate starts: each in a group of its own under a warden, so that it ends with the gate whatever happens.
+
+Also here: reading the end of a log.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from pathlib import Path
 from typing import IO, Any
 
 _WARDEN = str(Path(__file__).with_name("warden.py"))
+_KILL_S = 5.0  # for the warden to end all that its child started; it takes milliseconds
+_TAIL_BYTES = 8192
 
 
 class Child:
     """A running process group: the warden leads it and ends with the code of the program that was asked for.
 
-    The group is not the terminal's, so Ctrl-C reaches the gate alone. `stdin`, `stdout` and `stderr` are those of subprocess.
+    The group is not the terminal's, so Ctrl-C reaches the gate alone. `stdin`, `stdout` and `stderr` are those of subprocess; a
+    file must be open for appending, since the warden cuts it when it gets long.
     """
 
     def __init__(
@@ -48,14 +54,23 @@ class Child:
             os.close(reader)
 
     def stop(self, patience_s: float = 0.0) -> None:
-        """End the group: SIGTERM, `patience_s` seconds, then SIGKILL for whatever is left of it."""
+        """End all that the program started: SIGTERM to the group, `patience_s` seconds, then SIGKILL for whatever is left."""
         try:
             if patience_s:
                 self._signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(patience_s)
         finally:
-            # Also after a second Ctrl-C, and for children that outlived a program which ended politely.
+            self._kill()  # also after a second Ctrl-C
+
+    def _kill(self) -> None:
+        try:
+            # By the warden, which finds processes that left the group too.
+            with suppress(OSError):
+                os.write(self._lifeline, b"k")
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_KILL_S)
+        finally:
             self._signal(signal.SIGKILL)
             self.process.wait()
             self._close()
@@ -89,8 +104,15 @@ def run(words: Sequence[str], timeout_s: float | None = None, **options: Any) ->
 def tail(log: Path, lines: int = 12) -> str:
     """The last lines of a log, indented for a message."""
     try:
-        text = log.read_bytes()[-8192:].decode("utf-8", errors="replace")
+        kept = last_lines(log)[-lines:]
     except OSError:
         return f"  (no log at {log})"
-    kept = text.splitlines()[-lines:]
     return "\n".join([f"  last lines of {log}:", *(f"  | {line}" for line in kept)]) if kept else f"  ({log} is empty)"
+
+
+def last_lines(log: Path) -> list[str]:
+    """The lines in the last 8 KiB of a log, whose first may be cut; OSError where it can't be read."""
+    with log.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        # No more than that: a server that still runs writes meanwhile.
+        return file.read(_TAIL_BYTES).decode("utf-8", errors="replace").splitlines()

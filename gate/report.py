@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from gate.appendix import appendix, peer_words
+from gate.appendix import appendix, interval_words, peer_words
 from gate.cell import METRICS
 from gate.greedy import Divergence, GreedyPair, TokenMove, is_near_tie
 from gate.markdown import DASH, NOT_TRACED, counted, inline, interval, listed, number, plural, ranged, signed, table
@@ -50,16 +50,18 @@ _QUIET_SHARE = 0.01  # of the core time that a quota took
 LEGEND = (
     "How to read it: a cell is a task (T text, A audio, S speech: A2T is speech to text) at a number of clients; each number "
     "is one boot of a server; ↑ more is better; *change* is head's mean against base's, and the true one lies in the "
-    "interval 19 times of 20; *no verdict*: more sessions are needed, it does not say that nothing changed."
+    "interval 19 times of 20; verdicts are judged over all cells together (Holm's correction), which is stricter than one "
+    "cell's interval; *no verdict*: more sessions are needed, it does not say that nothing changed."
 )
 _LATENCIES = ("TTFT p50", "TTFA p50", "ITL p50", "e2e p50", "gaps > 150 ms")
 
 
 def render_report(run: RunData, comparisons: Comparisons) -> str:
     """The report as markdown; ends with a line break."""
-    first = (_headline, _noise, _what_was_run, _peers, _what_to_do, _faults, _gaps)
+    first = (_noise, _what_was_run, _peers, _what_to_do, _faults, _gaps)
     second = (_primary, _latency, _tokens, _words, _time, appendix)
-    lines = [line for section in (*first, *second) for line in section(run, comparisons)]
+    lines = [f"### ⚖️ {headline(comparisons)}", ""]
+    lines += [line for section in (*first, *second) for line in section(run, comparisons)]
     return _without_place("\n".join(lines).rstrip() + "\n", run.plan.model_path)
 
 
@@ -72,6 +74,7 @@ def report_json(run: RunData, comparisons: Comparisons) -> str:
     ]
     facts = {
         "schema": run.plan.schema,
+        "headline": headline(comparisons),
         "plan": run.plan,
         "sessions": sorted(run.sessions, key=lambda session: session.slot),
         "comparisons": comparisons,
@@ -90,17 +93,23 @@ def _without_place(text: str, folder: str) -> str:
 # --- headline -----------------------------------------------------------------------------------------------------------
 
 
-def _headline(run: RunData, found: Comparisons) -> list[str]:
+def headline(found: Comparisons) -> str:
+    """What came of a run, in one line; that of a stopped run says so first."""
+    parts = [f"unfinished, {_sessions_measured(found)}"] if found.is_stopped else []
     if found.single:
-        parts = ["one arm measured, nothing to compare it with"]
+        parts += ["one arm measured, nothing to compare it with"]
     else:
-        parts = [_verdict_counts(found), f"tokens: {_moved_words(found)}"]
+        parts += [_verdict_counts(found), f"tokens: {_moved_words(found)}"]
         worse = sum(row.verdict == "WER worse" for row in found.wer)
         parts += [f"WER worse in {plural(worse, 'cell')}"] if worse else []
     parts.append(
         "nothing broken" if not found.faults else f"faults: {plural(len(found.faults), 'entry', 'entries')} below"
     )
-    return [f"### ⚖️ gate: {' · '.join(parts)}", ""]
+    return f"gate: {' · '.join(parts)}"
+
+
+def _sessions_measured(found: Comparisons) -> str:
+    return f"{found.whole} of {found.planned} planned sessions measured"
 
 
 def _verdict_counts(found: Comparisons) -> str:
@@ -117,7 +126,14 @@ def _verdict_counts(found: Comparisons) -> str:
 def _moved_words(found: Comparisons) -> str:
     if found.moves:
         return f"moved at {plural(len({move.item for move in found.moves}), 'prompt')}"
+    if _are_tokens_open(found):
+        return "not judged yet"
     return "none moved" if any(pair.kind == "head–base" for pair in found.greedy) else "not compared"
+
+
+def _are_tokens_open(found: Comparisons) -> bool:
+    """Whether a run was stopped before base showed what moves between its own boots."""
+    return found.is_stopped and not any(pair.kind == "base–base" for pair in found.greedy)
 
 
 def _noise(run: RunData, found: Comparisons) -> list[str]:
@@ -166,17 +182,17 @@ def arm_label(arm: ArmInfo) -> str:
 
 
 def _what_was_run(run: RunData, found: Comparisons) -> list[str]:
-    plan, done = run.plan, {arm: sum(s.arm == arm for s in run.sessions) for arm in dict.fromkeys(run.plan.order)}
+    plan, names = run.plan, dict.fromkeys(arm.name for arm in run.plan.arms)
+    done = {name: sum(s.arm == name for s in run.sessions) for name in names if name in plan.order}
     arms = [f"{arm_label(arm)} ({arm.name})" for arm in plan.arms]
     counts = "+".join(str(count) for count in done.values())
     asked = "+".join(str(plan.order.count(arm)) for arm in done)
     noun = "session" if counts == "1" else "sessions"
-    sessions = f"{counts} {noun}" if counts == asked else f"{counts} {noun} of {asked} planned"
+    sessions = f"{counts} {noun}" if counts == asked else f"{counts} {noun} begun of {asked} planned"
     words = [
         arms[0] if found.single else " → ".join(arms),
         machine_words(run.sessions),
         f"set `{plan.set_name}`, {sessions}, order `{' '.join(plan.order)}` (seed {plan.seed})",
-        "one look",
     ]
     return [" · ".join(words), ""]
 
@@ -188,6 +204,7 @@ def _peers(run: RunData, found: Comparisons) -> list[str]:
     if run.plan.door == "openai":
         who = "asked" if found.single else "both arms were asked"
         lines.append(f"- {who} at /v1/chat/completions: tokens are counted by usage and compared as text")
+    lines += [f"- {name}: URL arm: its server is not pinned by the gate" for name in arms if arms[name].kind == "url"]
     if found.one_boot:
         names = " and ".join(found.one_boot)
         lines.append(
@@ -225,7 +242,7 @@ def machine_words(sessions: Sequence[SessionInfo]) -> str:
 
 def _what_to_do(run: RunData, found: Comparisons) -> list[str]:
     if found.single:
-        return []
+        return [f"**What you need to do:** {_finish(found)}", ""] if found.is_stopped else []
     steps = [*_blocking_steps(found), *_undecided_steps(run, found)]
     if not steps:
         return ["**What you need to do:** nothing; every cell is decided and none is worse.", ""]
@@ -233,6 +250,10 @@ def _what_to_do(run: RunData, found: Comparisons) -> list[str]:
         undecided = " (exit 2: undecided)" if exit_code(found, False) == EXIT_UNDECIDED else ""
         return [f"**What you need to do:** nothing blocks{undecided}. {' '.join(steps)}", ""]
     return ["**What you need to do:**", "", *(f"- {step}" for step in steps), ""]
+
+
+def _finish(found: Comparisons) -> str:
+    return f"*unfinished*: {_sessions_measured(found)}; finish the run with `gate compare --resume`."
 
 
 def _names(found: Comparisons, verdict: str) -> str:
@@ -270,6 +291,8 @@ def _move_words(move: TokenMove) -> str:
 
 
 def _undecided_steps(run: RunData, found: Comparisons) -> list[str]:
+    if found.is_stopped:
+        return [_finish(found)]
     open_cells = [cell for cell in found.cells if cell.verdict == NO_VERDICT]
     if not open_cells:
         return []
@@ -364,9 +387,7 @@ def _primary_row(cell: CellComparison, notes: list[str], one_boot: bool) -> list
     # An error is never a speed verdict: a broken or invalid cell shows its raw values and no change.
     contrast = cell.contrast if cell.verdict in SPEED_VERDICTS else None
     change = f"{signed(percent(contrast.estimate))} %" if contrast else DASH
-    bounds = DASH
-    if contrast and contrast.low is not None and contrast.high is not None:
-        bounds = interval(percent(contrast.low), percent(contrast.high))
+    bounds = interval_words(contrast.low, contrast.high) if contrast else DASH
     sides = [_with_footnotes(cell, rows, notes) for rows in (cell.base, cell.head)]
     return [f"{cell.cell} {metric_label(cell.metric)}", *sides, change, bounds, verdict_words(cell, one_boot)]
 
@@ -414,13 +435,11 @@ def _checks(run: RunData, found: Comparisons) -> list[str]:
         f"Requests issued {number(issued)}, ok {number(issued - failed)}, failed {number(failed)}",
         f"gaps over 150 ms in {len(gapped)} of {plural(len(set(measured)), 'session')}" if measured else "",
         _identity(found.metrics),
-        f"stalls and recompiles: {NOT_TRACED}",
     ]
     lines = [" · ".join(filter(None, words)) + "  "]
     if not found.single:
         lines.append(
-            "Expect one false alarm in 20 such reports. Spread is learnt from this run alone (plain t interval, no store of "
-            f"base-versus-base sessions); placebo and planted runs on this machine: {NOT_TRACED}."
+            "Expect one false alarm in 20 such reports. How much sessions differ by themselves is learnt from this run alone."
         )
     return [*lines, ""]
 
@@ -504,6 +523,8 @@ def _moves(run: RunData, found: Comparisons) -> list[str]:
     if sum(session.arm == "base" for session in run.sessions) < 2:
         floor = " Base ran once, so no base–base pair says what moves between its own boots."
     if not found.moves:
+        if _are_tokens_open(found):
+            return ["Moved tokens are not judged before base has run twice.", ""]
         if not any(pair.kind == "head–base" for pair in found.greedy):
             return ["No prompt was answered by both arms, so tokens are not compared.", ""]
         return [f"No token moved that base does not move between its own boots.{floor}", ""]

@@ -21,7 +21,8 @@ from gate.client import Limits, Measured, Target
 from gate.frames import build_frames
 from gate.host import available_cores, machine_record, pinned
 from gate.load import ClientError, Job, LoadClient, load_client
-from gate.metrics import is_finished, measured
+from gate.markdown import plural
+from gate.metrics import is_finished, measured, window_s
 from gate.record import Item, Lag, Plan, Record, RunData, SessionInfo
 from gate.report import render_report, report_json
 from gate.rundir import RunDir, RunDirError
@@ -49,6 +50,7 @@ from gate.wish import (
     make_plan,
     pinned_to,
     price,
+    price_left,
 )
 from gate.workload import Workload, ordered, warm_items
 
@@ -95,7 +97,9 @@ def prepare(
     else:
         folder.write_plan(plan, {item.id: item for workload in workloads.values() for item in workload.items})
     boot = Boot(model, wish.device, available_cores(), wish.boot_s)
-    watcher.say(price(plan))
+    watcher.say(
+        price_left(plan, [(name, cells) for _, name, cells in _owed(folder.load())]) if resumed else price(plan)
+    )
     watcher.say(boot.cores.sentence())
     return Prepared(folder, plan, {arm.info.name: arm for arm in arms}, workloads, boot, wish.limits)
 
@@ -182,19 +186,34 @@ def _carry_out(wish: Wish, folder: RunDir, watcher: Watcher, stop_at: float, res
         try:
             _run_sessions(ready, watcher)
         except Stopped:
-            watcher.say(f"stopped by --stop-after; the rest: gate compare --resume {folder.path}")
+            watcher.say("stopped by --stop-after")
 
 
 def _run_sessions(ready: Prepared, watcher: Watcher) -> None:
     """Every session of the plan's order that is not whole yet, each in its own slot."""
-    whole = _whole_sessions(ready.folder.load())
-    owed = [(slot, name) for slot, name in enumerate(ready.plan.order) if session_id(slot, name) not in whole]
-    began = time.monotonic()
-    for done, (slot, name) in enumerate(owed):
+    owed = _owed(ready.folder.load())
+    for done, (slot, name, cells) in enumerate(owed):
+        began = time.monotonic()
+        if began + _least_seconds(ready.folder.load()) > ready.stop_at:
+            raise Stopped
         run_session(ready, slot, ready.arms[name], watcher)
-        if done == 0 and len(owed) > 1:
+        left = sum(len(others) for _, _, others in owed[1:])
+        if done == 0 and left:
             took = time.monotonic() - began
-            watcher.say(f"the first session took {took:.0f} s; the others need about {took * (len(owed) - 1):.0f} s")
+            rest = f"{plural(len(owed) - 1, 'session')} left, about {took * left / len(cells):.0f} s"
+            watcher.say(f"session {session_id(slot, name)} took {took:.0f} s; {rest}")
+
+
+def _least_seconds(run: RunData) -> float:
+    """What the next session takes at least: the shortest boot and the shortest cell seen; 0.0 before there is one."""
+    boots = [session.boot_seconds for session in run.sessions if session.boot_seconds]
+    cells = [
+        window_s([record for record in run.records if (record.session, record.cell) == (session.id, name)])
+        for session in run.sessions
+        for name in _finished(run, session.id)
+    ]
+    shortest = min(filter(None, cells), default=None)
+    return min(boots) + shortest if boots and shortest is not None else 0.0
 
 
 def session_id(slot: int, arm: str) -> str:
@@ -202,8 +221,15 @@ def session_id(slot: int, arm: str) -> str:
     return f"{slot + 1:02d}-{arm}"
 
 
-def _whole_sessions(run: RunData) -> set[str]:
-    return {session.id for session in run.sessions if len(_finished(run, session.id)) == len(run.plan.cells)}
+def _owed(run: RunData) -> list[tuple[int, str, list[Cell]]]:
+    """The slot, the arm and the missing cells of every session that is not whole."""
+    begun = {session.id for session in run.sessions}
+    rows = []
+    for slot, name in enumerate(run.plan.order):
+        there = session_id(slot, name)
+        done = _finished(run, there) if there in begun else []
+        rows.append((slot, name, [cell for cell in run.plan.cells if cell.name not in done]))
+    return [row for row in rows if row[2]]
 
 
 def _finished(run: RunData, session: str) -> list[str]:

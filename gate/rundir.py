@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,8 @@ class RunDir:
         plan = _read(self.path / "plan.json", Plan)
         items = _read(self.path / "items.json", dict[str, Item])
         folders = sorted(path.parent for path in self.path.glob("sessions/*/session.json"))
-        sessions = [_read(folder / "session.json", SessionInfo) for folder in folders]
+        sessions = [_read_session(folder, plan) for folder in folders]
+        _check_slots(folders, sessions)
         records = [record for folder in folders for record in _read_records(folder / "records.jsonl")]
         return RunData(plan=plan, sessions=sessions, records=records, items=items)
 
@@ -223,6 +224,24 @@ def _read(path: Path, kind: type[_Value]) -> _Value:
         raise RunDirError(f"{path} is not what this gate writes: {error}") from error
 
 
+def _read_session(folder: Path, plan: Plan) -> SessionInfo:
+    info = _read(folder / "session.json", SessionInfo)
+    if info.id != folder.name:
+        raise RunDirError(f"{folder} holds the session {info.id}, so it is a copy; take it out of the run")
+    if not 0 <= info.slot < len(plan.order) or plan.order[info.slot] != info.arm:
+        raise RunDirError(f"{folder} is no session of the plan (slot {info.slot}, {info.arm}); take it out of the run")
+    return info
+
+
+def _check_slots(folders: Sequence[Path], sessions: Sequence[SessionInfo]) -> None:
+    first: dict[int, Path] = {}
+    for folder, info in zip(folders, sessions, strict=True):
+        if first.setdefault(info.slot, folder) != folder:
+            raise RunDirError(
+                f"{folder} has the slot of {first[info.slot].name}; take the one that does not belong out of the run"
+            )
+
+
 def _read_records(path: Path) -> list[Record]:
     if not path.is_file():
         return []
@@ -234,6 +253,8 @@ def _read_records(path: Path) -> list[Record]:
             record = msgspec.json.decode(line, type=Record)
         except msgspec.MsgspecError as error:
             raise RunDirError(f"{path}, line {number}: {error}") from error
+        if record.session != path.parent.name:
+            raise RunDirError(f"{path}, line {number}: a record of the session {record.session}, not of this one")
         earlier = first.setdefault((record.session, record.cell, record.index, record.warm), number)
         if earlier != number:
             raise RunDirError(

@@ -20,14 +20,15 @@ from pathlib import Path
 from gate.arm import Arm, Peer
 from gate.host import Cores, pinned
 from gate.load import key_headers
-from gate.process import Child, tail
+from gate.process import Child, last_lines, tail
 
 API = "generate/1"
 EXIT_USAGE = 64
+URL_WAIT_S = 10.0  # a URL answered before the plan (gate/wish.py): one that is silent now has died and does not boot
 
 # The caller's proxy variables must not send requests for 127.0.0.1 elsewhere; the load client knows no proxy either.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_FAULTS = (OSError, ValueError, http.client.HTTPException)
+_FAULTS = (OSError, ValueError, RecursionError, http.client.HTTPException)  # recursion: JSON nested too deep
 
 
 class ServerError(RuntimeError):
@@ -110,11 +111,11 @@ class Server:
 def serving(arm: Arm | Peer, boot: Boot, log: Path) -> Iterator[Server]:
     """Start an arm's server, wait until it is healthy, yield it, and end its whole process group however this ends.
 
-    A URL is waited for and never ended.
+    A URL is waited for, 10 s at most, and never ended.
     """
     if isinstance(arm, Peer) and arm.url:
         began = time.perf_counter()
-        _wait_healthy(arm.url, None, log, boot.boot_s)
+        _wait_healthy(arm.url, None, log, min(boot.boot_s, URL_WAIT_S))
         yield Server(arm.url, None, log, time.perf_counter() - began, keyed=True)
         return
     port = free_port()
@@ -159,8 +160,7 @@ def _wait_healthy(url: str, child: Child | None, log: Path, limit_s: float) -> N
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else "it wrote nothing"
+    return next((line.strip() for line in reversed(last_lines(log)) if line.strip()), "it wrote nothing")
 
 
 def is_healthy(url: str) -> bool:
@@ -175,6 +175,16 @@ def is_healthy(url: str) -> bool:
             _get(f"{url}/v1/models", 2.0, keyed=True)
         return True
     return False
+
+
+def is_healthy_within(url: str, limit_s: float) -> bool:
+    """Whether a server answers within `limit_s` seconds: one that was started a moment ago still loads."""
+    end = time.monotonic() + limit_s
+    while not is_healthy(url):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def peer_info(url: str) -> dict[str, object]:

@@ -17,13 +17,14 @@ import msgspec
 from scipy import stats as scipy_stats
 
 BLOCKS_FROM = 4
+LEAST_DF = 2  # with one degree of freedom the t interval says nothing (−99.8 … +40,000 %)
 MOST_SESSIONS = 100  # more per arm is no plan, and the search for a number ends there
 
 
 class Contrast(msgspec.Struct, frozen=True):
     """head against base on the log scale: estimate, 95 % and 90 % intervals, spread of a session, degrees of freedom, p.
 
-    Intervals and p are None when there is no spread to learn from (one session an arm).
+    Intervals and p are None below LEAST_DF degrees of freedom: fewer than two sessions an arm.
     """
 
     estimate: float
@@ -72,7 +73,7 @@ def contrast(base: Sequence[float], head: Sequence[float], s_min: float, alpha: 
     blocked = len(base) == len(head) >= BLOCKS_FROM
     df = len(base) - 1 if blocked else len(base) + len(head) - 2
     s = max(block_spread(base, head) if blocked else pooled_spread(base, head), s_min)
-    if df < 1:
+    if df < LEAST_DF:
         return Contrast(estimate, None, None, None, None, s, df, None, len(base), len(head))
     error = s * math.sqrt(1 / len(base) + 1 / len(head))
     wide, narrow = _t(1 - alpha / 2, df) * error, _t(0.95, df) * error
@@ -89,12 +90,12 @@ def _t(quantile: float, df: int) -> float:
     return float(scipy_stats.t.ppf(quantile, df))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm-adjusted p values by the same keys."""
+def holm(p_values: Mapping[str, float], planned: int) -> dict[str, float]:
+    """Holm-adjusted p values by the same keys, of `planned` tests: one without a p value counts as the least sure of them."""
     adjusted: dict[str, float] = {}
     running = 0.0
     for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda pair: (pair[1], pair[0]))):
-        running = max(running, min(1.0, p * (len(p_values) - rank)))
+        running = max(running, min(1.0, p * (planned - rank)))
         adjusted[name] = running
     return adjusted
 
@@ -123,7 +124,7 @@ def sessions_to_settle(found: Contrast, floor: float, alpha: float = 0.05) -> in
 
 def smallest_detectable(found: Contrast, floor: float, alpha: float = 0.05, power: float = 0.8) -> float | None:
     """The smallest true change (a ratio) that this many sessions with this spread would find with `power`."""
-    if found.df < 1:
+    if found.df < LEAST_DF:
         return None
     error = found.s * math.sqrt(1 / found.n_base + 1 / found.n_head)
     return max(floor, math.expm1((_t(1 - alpha / 2, found.df) + _t(power, found.df)) * error))

@@ -1,7 +1,8 @@
 """Verdicts: what a run's numbers allow to be said, cell by cell, and the exit code that follows.
 
 An error is never a speed verdict: a cell whose evidence is faulty on one arm is broken there, on both it is invalid, and the
-speed of neither is judged. `no verdict` always carries the largest loss that it does not exclude.
+speed of neither is judged. `no verdict` always carries the largest loss that it does not exclude. A run that was stopped has
+no speed verdict before all its planned sessions are measured: which sessions it has by then was nobody's choice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from gate.metrics import (
     session_metrics,
 )
 from gate.record import ArmInfo, Record, RunData, SessionInfo, Thresholds
-from gate.stats import Contrast, contrast, holm, is_equivalent, percent, sessions_to_settle, smallest_detectable
+from gate.stats import (
+    LEAST_DF,
+    Contrast,
+    contrast,
+    holm,
+    is_equivalent,
+    percent,
+    sessions_to_settle,
+    smallest_detectable,
+)
 from gate.wer import WerComparison, compare_wer
 
 REGRESSION, IMPROVEMENT, EQUIVALENT, NO_VERDICT = "regression", "improvement", "equivalent", "no verdict"
@@ -79,8 +89,9 @@ class Comparisons(msgspec.Struct, frozen=True):
     """All that is derived from a run: verdicts per cell, faults, tokens, words, and the long table of metrics.
 
     `arm_verdict` speaks about whole sessions (a server that died): broken head, broken base, invalid, or None.
-    `single` marks a run of one arm. `unfinished` names (session, cell) pairs that a stopped session did not get to. `one_boot`
-    names the arms whose sessions all met one boot (URLs): verdicts are marked, since the spread between boots is not in them.
+    `single` marks a run of one arm. `unfinished` names (session, cell) pairs that a stopped session did not get to; `whole` of
+    `planned` sessions are measured, and until all are, only faults and moved tokens are judged. `one_boot` names the arms whose
+    sessions all met one boot (URLs): verdicts are marked, since the spread between boots is not in them.
     """
 
     cells: list[CellComparison]
@@ -92,10 +103,17 @@ class Comparisons(msgspec.Struct, frozen=True):
     wer: list[WerComparison]
     metrics: list[SessionMetric]
     unfinished: list[tuple[str, str]]
+    whole: int
+    planned: int
     single: bool
     one_boot: list[str] = []
     late: list[LateClient] = []
     prompts: list[PromptTokens] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether planned sessions are still to be measured."""
+        return self.whole < self.planned
 
 
 def speed_verdict(metric: str, found: Contrast | None, p_holm: float | None, limits: Thresholds) -> str:
@@ -117,32 +135,56 @@ def compare(run: RunData) -> Comparisons:
     """Everything that a run's records say; the same run gives an equal value."""
     metrics, faults = session_metrics(run), find_faults(run)
     single = len(set(run.plan.order)) < 2
-    contrasts = {cell.name: _contrast(run, cell, metrics) for cell in run.plan.cells}
+    unfinished, planned = _unfinished(run), len(run.plan.order)
+    whole = _whole_sessions(run, unfinished)
+    missing = (
+        f"{len(whole)} of {planned} planned sessions measured; finish with --resume" if len(whole) < planned else ""
+    )
+    contrasts = {cell.name: None if missing else _contrast(run, cell, metrics) for cell in run.plan.cells}
     standing = {cell.name: _standing(run, cell, faults, single) for cell in run.plan.cells}
     tested = {
         name: found.p
         for name, found in contrasts.items()
         if found is not None and found.p is not None and standing[name][0] is None
     }
-    adjusted = holm(tested)
+    adjusted = holm(tested, len(run.plan.cells))
     return Comparisons(
         cells=[
-            _cell_comparison(run, cell, metrics, contrasts[cell.name], adjusted, standing[cell.name])
+            _cell_comparison(run, cell, metrics, contrasts[cell.name], adjusted, standing[cell.name], missing)
             for cell in run.plan.cells
         ],
         faults=faults,
         arm_verdict=_arm_verdict(faults),
-        moves=[] if single else token_moves(run),
+        moves=token_moves(run) if not single and _has_token_floor(run, whole) else [],
         greedy=greedy_pairs(run),
         pcm=pcm_pairs(run),
-        wer=compare_wer(run),
+        wer=[_open(row) if missing else row for row in compare_wer(run)],
         metrics=metrics,
-        unfinished=_unfinished(run),
+        unfinished=unfinished,
+        whole=len(whole),
+        planned=planned,
         single=single,
         one_boot=_one_boot(run),
         late=late_clients(run, metrics),
         prompts=prompt_tokens(run),
     )
+
+
+def _whole_sessions(run: RunData, unfinished: Sequence[tuple[str, str]]) -> list[SessionInfo]:
+    """The sessions that owe nothing: a cell whose load client ended is a fault of the evidence, and not still to come."""
+    lost = {(session.id, cell) for session in run.sessions for cell in session.client_failures}
+    owing = {session for session, cell in unfinished if (session, cell) not in lost}
+    return [session for session in run.sessions if session.id not in owing]
+
+
+def _has_token_floor(run: RunData, whole: Sequence[SessionInfo]) -> bool:
+    """Whether base has shown what moves between its own boots: by two sessions, or the one that is planned."""
+    return sum(session.arm == "base" for session in whole) >= min(run.plan.order.count("base"), 2)
+
+
+def _open(row: WerComparison) -> WerComparison:
+    """A row of a stopped run: the errors of its sessions, and no judgement of them yet."""
+    return msgspec.structs.replace(row, change=None, low=None, high=None, verdict=NO_VERDICT)
 
 
 def _one_boot(run: RunData) -> list[str]:
@@ -184,13 +226,14 @@ def _cell_comparison(
     found: Contrast | None,
     adjusted: Mapping[str, float],
     standing: tuple[str | None, list[str]],
+    missing: str,
 ) -> CellComparison:
     limits = run.plan.thresholds
     base, head = _sides(run, cell, metrics)
     verdict, reasons = standing
     if verdict is None:
         verdict = speed_verdict(cell.primary, found, adjusted.get(cell.name), limits)
-        reasons = reasons or _too_few(base, head)
+        reasons = [missing] if missing else reasons or _too_few(cell.primary, base, head)
     plain = CellComparison(
         cell=cell.name,
         task=cell.task,
@@ -202,17 +245,17 @@ def _cell_comparison(
         p_holm=adjusted.get(cell.name),
         verdict=verdict,
         reasons=reasons,
-        best_change=_best_change(cell.primary, base, head),
+        best_change=None if missing else _best_change(cell.primary, base, head),
     )
-    return (
-        plain if found is None or verdict not in SPEED_VERDICTS else _with_outlook(plain, found, limits, len(adjusted))
-    )
+    if found is None or verdict not in SPEED_VERDICTS:
+        return plain
+    return _with_outlook(plain, found, limits, len(run.plan.cells))
 
 
 def _with_outlook(plain: CellComparison, found: Contrast, limits: Thresholds, cells: int) -> CellComparison:
     """Add what the interval leaves open, and what more sessions would give at the strictest of Holm's levels."""
     alpha = limits.alpha / max(cells, 1)
-    undecided = plain.verdict == NO_VERDICT and found.df > 0
+    undecided = plain.verdict == NO_VERDICT and found.p is not None
     return msgspec.structs.replace(
         plain,
         loss_not_excluded=_worst(plain.metric, found),
@@ -235,12 +278,12 @@ def _best_change(metric: str, base: Sequence[SessionMetric], head: Sequence[Sess
     return best(row.value for row in head) / best(row.value for row in base) - 1
 
 
-def _too_few(base: Sequence[SessionMetric], head: Sequence[SessionMetric]) -> list[str]:
+def _too_few(metric: str, base: Sequence[SessionMetric], head: Sequence[SessionMetric]) -> list[str]:
     missing = [arm for arm, rows in (("base", base), ("head", head)) if not rows]
     if missing:
-        return [f"no finished session of {' and '.join(missing)}"]
-    if len(base) + len(head) < 3:
-        return ["one session an arm has no spread to judge by"]
+        return [f"{metric} has no value on {' and '.join(missing)}"]
+    if len(base) + len(head) - 2 < LEAST_DF:
+        return ["fewer than two sessions an arm have no spread to judge by"]
     return []
 
 
@@ -407,11 +450,11 @@ def _wrong(cell: Cell, record: Record) -> tuple[str, str] | None:
 
 
 def exit_code(comparisons: Comparisons, expect_token_changes: bool) -> int:
-    """0 nothing against it · 1 worse, broken head or tokens moved · 3 unusable evidence · 2 a cell without a verdict."""
+    """0 nothing against it · 1 worse, broken head or tokens moved · 3 unusable evidence · 2 undecided, or stopped."""
     verdicts = {cell.verdict for cell in comparisons.cells} | {comparisons.arm_verdict}
     worse = bool(verdicts & {REGRESSION, BROKEN_HEAD}) or any(row.verdict == "WER worse" for row in comparisons.wer)
     if worse or (comparisons.moves and not expect_token_changes):
         return EXIT_WORSE
     if verdicts & {INVALID, BROKEN_BASE}:
         return EXIT_UNUSABLE
-    return EXIT_UNDECIDED if NO_VERDICT in verdicts else EXIT_OK
+    return EXIT_UNDECIDED if NO_VERDICT in verdicts or comparisons.is_stopped else EXIT_OK

@@ -21,7 +21,7 @@ from gate.host import available_cores
 from gate.markdown import plural
 from gate.order import session_order
 from gate.record import Plan, Thresholds
-from gate.session import is_healthy, is_ours, peer_info
+from gate.session import is_healthy_within, is_ours, peer_info
 from gate.workload import (
     Workload,
     WorkloadError,
@@ -35,6 +35,7 @@ from gate.workload import (
 )
 
 EXPECT_FLAG = "--expect-token-changes"
+URL_PATIENCE_S = 10.0
 DOORS = ("auto", "generate", "openai")
 
 
@@ -72,8 +73,10 @@ def check(wish: Wish) -> None:
     elif all(one.peer for one in resolved) and any("{model}" in one.peer for one in resolved):
         raise ArmError("a command names {model}, but there is none: name a checkpoint with --model")
     for one in resolved:
-        if one.kind == "url" and not is_healthy(one.peer):
-            raise ArmError(f"{one.choice.name} {one.peer} answers neither /health nor /v1/models; start it first")
+        if one.kind == "url" and not is_healthy_within(one.peer, URL_PATIENCE_S):
+            raise ArmError(
+                f"{one.choice.name} {one.peer} answers neither /health nor /v1/models in {URL_PATIENCE_S:.0f} s; start it first"
+            )
     if wish.librispeech != "hub":  # a download goes into the run directory, which is not there yet
         load_workloads(wish, cells, wish.run_dir)
 
@@ -195,12 +198,27 @@ def price(plan: Plan) -> str:
     sessions = len(plan.order)
     measured = sum(cell.requests for cell in plan.cells)
     warm = sum(cell.warm_waves * cell.concurrency for cell in plan.cells)
-    tokens = sum((cell.requests + cell.warm_waves * cell.concurrency) * cell.max_tokens for cell in plan.cells)
+    tokens = _most_tokens(plan.cells)
     return (
         f"price: {plural(sessions, 'session')} ({' '.join(plan.order)}), each with {plural(len(plan.cells), 'cell')}, "
         f"{plural(measured, 'request')} measured and {warm} in warm waves, at most {plural(tokens, 'token')}; "
         f"{plural(sessions * measured, 'measured request')} in all"
     )
+
+
+def price_left(plan: Plan, owed: Sequence[tuple[str, Sequence[Cell]]]) -> str:
+    """The same for what is left of a run: the arm and the cells of each session that is not whole."""
+    cells = [cell for _, mine in owed for cell in mine]
+    arms = f" ({' '.join(arm for arm, _ in owed)})" if owed else ""
+    requests = plural(sum(cell.requests for cell in cells), "measured request")
+    return (
+        f"left: {len(owed)} of {plural(len(plan.order), 'session')}{arms}, with {plural(len(cells), 'cell')} and {requests} in "
+        f"all, at most {plural(_most_tokens(cells), 'token')}"
+    )
+
+
+def _most_tokens(cells: Sequence[Cell]) -> int:
+    return sum((cell.requests + cell.warm_waves * cell.concurrency) * cell.max_tokens for cell in cells)
 
 
 def encode(wish: Wish) -> bytes:

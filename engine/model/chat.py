@@ -120,6 +120,12 @@ def message_texts(message: Message) -> Iterator[str]:
         yield from (part["text"] for part in content if "text" in part)
 
 
+def message_parts(message: Message) -> int:
+    """How many parts a message holds; a plain string is one."""
+    content = message["content"]
+    return max(len(content), 1) if isinstance(content, list) else 1
+
+
 def text_part(text: str) -> dict[str, str]:
     """A content part that holds text."""
     return {"type": "text", "text": text}

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from engine.detokenize import TokenBytes
 from engine.errors import CheckpointError, RequestError
-from engine.model.chat import ChatTemplate, Message, load_tokenizer, message_texts
+from engine.model.chat import ChatTemplate, Message, load_tokenizer, message_parts, message_texts
 from engine.model.clips import HOP, SAMPLE_RATE, WINDOW, Sound, decode, log_mel
 from engine.model.config import OmniConfig, SpecialIds
 from engine.model.generation import Generation
@@ -71,7 +71,7 @@ class Processor:
     """A model's tokenizer, chat template, sampling defaults and limits.
 
     `max_model_len` counts prompt and generated tokens of one request. `audio_limit` are the most seconds of audio of one
-    request, where fewer than fit are wanted.
+    request, where fewer than fit are wanted, and `kv_positions` what the engine's KV pages hold of each component, once known.
     """
 
     config: OmniConfig
@@ -82,6 +82,7 @@ class Processor:
     longest_token: int
     audio_limit: int | None = None
     generation: Generation = field(default_factory=Generation)
+    kv_positions: int = sys.maxsize
 
     @classmethod
     def load(cls, folder: Path, config: OmniConfig, max_model_len: int, audio_limit: int | None = None) -> Processor:
@@ -142,11 +143,31 @@ class Processor:
         """Token ids with one placeholder run a clip."""
         if inputs.prompt_field == "prompt_token_ids":
             return self._given(inputs.prompt_token_ids or ())
-        most = self.max_model_len * self.longest_token
+        self._check_size(inputs)
+        rendered = self._rendered(inputs)
+        self._check_characters(inputs.prompt_field, len(rendered))
+        return self.token_ids(rendered)
+
+    def token_ids(self, text: str) -> list[int]:
+        """The ids of `text`, special tokens in it included."""
+        # Only the batch call lets other threads run meanwhile.
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def _check_size(self, inputs: Inputs) -> None:
+        """Refuse what is so long that neither template nor tokenizer need be asked."""
+        lengths: dict[str, int] = {}
         for name, text in inputs.texts():
-            if len(text) > most:  # so long that no tokenizer need be asked
-                raise _too_long(name, f"{name} has {len(text)} characters", self.max_model_len)
-        return list(self.tokenizer.encode(self._rendered(inputs), add_special_tokens=False).ids)
+            lengths[name] = lengths.get(name, 0) + len(text)
+        for name, length in lengths.items():
+            self._check_characters(name, length)
+        # A message costs its markers, and a part that is worth sending a token.
+        parts = sum(map(message_parts, inputs.messages or ()))
+        if parts > self.max_model_len:
+            raise _too_long("messages", f"messages has {parts} messages and parts", self.max_model_len)
+
+    def _check_characters(self, name: str, length: int) -> None:
+        if length > self.max_model_len * self.longest_token:
+            raise _too_long(name, f"{name} has {length} characters", self.max_model_len)
 
     def _rendered(self, inputs: Inputs) -> str:
         if inputs.messages is not None:
@@ -156,7 +177,7 @@ class Processor:
                 raise RequestError("prompt is empty; give at least one character", field="prompt", code="empty")
             return inputs.prompt
         text = inputs.text or ""
-        if not (text.strip() or inputs.audio):
+        if not (text or inputs.audio):
             raise RequestError("text is empty; write what the user says, or send audio", field="text", code="empty")
         return self.template.user_turn(text, inputs.system, len(inputs.audio))
 
@@ -193,12 +214,13 @@ class Processor:
         return expanded
 
     def _max_tokens(self, prompt: int, wanted: int, inputs: Inputs) -> int:
-        room = self.max_model_len - prompt
-        if room < 1:
+        longest = min(self.max_model_len, self.kv_positions)
+        if prompt >= longest:
             name = "audio" if inputs.audio else inputs.prompt_field
-            raise _too_long(name, f"the prompt has {prompt} tokens", self.max_model_len)
+            raise _too_long(name, f"the prompt has {prompt} tokens", longest)
         if inputs.clamp_tokens:
-            return min(wanted, room)
+            return min(wanted, longest - prompt)
+        room = self.max_model_len - prompt
         if wanted > room:
             raise RequestError(
                 f"max_tokens is {wanted}, but {prompt} prompt tokens leave {room} of this server's {self.max_model_len}",
@@ -220,7 +242,8 @@ class Processor:
                 f"voice {speech.voice!r} is not one of {known}", field="speech.voice", code="unknown_voice"
             )
         positions = talker.stack.max_positions
-        room = positions - TALKER_OPENING - user_tokens(ids, self.config.ids)
+        rows = TALKER_OPENING + user_tokens(ids, self.config.ids)
+        room = positions - rows
         if room < 1 or (speech.max_frames > room and not clamp):
             raise RequestError(
                 f"max_frames is {speech.max_frames}, but the prompt leaves {max(room, 0)} of the Talker's "
@@ -228,7 +251,8 @@ class Processor:
                 field="speech.max_frames",
                 code="too_long",
             )
-        return msgspec.structs.replace(speech, voice=voice, max_frames=min(speech.max_frames, room))
+        most = min(room, max(self.kv_positions - rows, 1)) if clamp else room
+        return msgspec.structs.replace(speech, voice=voice, max_frames=min(speech.max_frames, most))
 
 
 def max_audio_seconds(max_model_len: int) -> int:

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from engine.detokenize import Detokenizer
 from engine.errors import EngineDeadError, RequestError, WalkgateError
 from engine.server import openapi
-from engine.server.exchange import answer
+from engine.server.exchange import BODY_LEFT, answer
 from engine.server.failure import error_for
+from engine.server.fields import shown
 from engine.server.front import OK, Front
 from engine.server.openai_routes import add_openai_routes
 from engine.server.protocol import GenerateFields
@@ -87,13 +88,13 @@ def _refusal(request: HTTPRequest, error: RequestError, headers: Mapping[str, st
 async def _refused(request: HTTPRequest, error: Exception) -> Response:
     assert isinstance(error, WalkgateError)
     told = as_request_error(error)
-    return _refusal(request, told, {"Connection": "close"} if told.status == 413 else None)
+    return _refusal(request, told, {"Connection": "close"} if told.status in BODY_LEFT else None)
 
 
 async def _no_route(request: HTTPRequest, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
     known = ", ".join(f"{method} {path}" for method, path in _routes(request.app))
-    message = f"{request.method} {request.url.path}: {error.detail}; there are {known}"
+    message = f"{shown(request.method)} {shown(request.url.path)}: {error.detail}; there are {known}"
     code = "not_found" if error.status_code == 404 else "bad_request"
     return _refusal(request, RequestError(message, code=code, status=error.status_code), error.headers)
 

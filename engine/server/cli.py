@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -49,7 +50,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Serve models that read text and audio and answer with text and speech.",
+    help="Serve models that read text and audio and answer with text and speech, over OpenAI's HTTP interface and /generate.",
 )
 
 Model = Annotated[
@@ -111,7 +112,12 @@ def serve(
         float, typer.Option(help="How long open requests may go on after SIGTERM; a second signal ends them at once.")
     ] = 30.0,
 ) -> None:
-    """Serve a model over HTTP until SIGINT or SIGTERM. Routes: POST /generate, GET /health, /info, /metrics."""
+    """Serve a model over HTTP until SIGINT or SIGTERM.
+
+    OpenAI's routes: POST /v1/chat/completions, /v1/completions, /v1/audio/speech, /v1/audio/transcriptions, GET /v1/models.
+    Its own: POST /generate, GET /health, /info, /metrics, /openapi.json.
+    """
+    _end_at_signals()
     engine = EngineSettings(
         max_model_len=model_len,
         kv_pages=kv_pages,
@@ -189,6 +195,12 @@ def _inner(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {one}" for key, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _end_at_signals() -> None:
+    """Let a signal end a server that only comes up yet: quietly, with exit code 0, as it does later."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit())
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ What a body holds and what is answered belongs to each route.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TypeVar
 
@@ -17,6 +18,10 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import RequestError
 from engine.metrics import FrontCounters
 
+# How long a body may take, and how long none of it may come: its sender holds a place in the server meanwhile.
+_BODY_S, _IDLE_S = 300.0, 15.0
+# Refusals that leave a part of the body unread, so that the connection is of no more use.
+BODY_LEFT = (408, 413)
 # So much more than its limit is read of a body and thrown away, so that its sender gets to read the refusal.
 _DRAINED = 4
 
@@ -61,13 +66,16 @@ async def answer(counters: FrontCounters, http: HTTPRequest, begin: Begin, max_b
 
 
 async def _read_body(http: HTTPRequest, limit: int) -> bytes:
-    """The whole body; RequestError (413) beyond the limit, of which some is read away so that the client sees the answer."""
+    """The whole body; RequestError beyond the limit (413) or when it comes too slowly (408).
+
+    Some of what is beyond the limit is read away, so that the client sees the answer.
+    """
     length = http.headers.get("content-length", "0")
     promised = int(length) if length.isdecimal() else 0
     parts: list[bytes] = []
     read = 0
     if promised <= _DRAINED * limit:
-        async for part in http.stream():
+        async for part in _parts(http):
             read += len(part)
             if read <= limit:
                 parts.append(part)
@@ -80,6 +88,25 @@ async def _read_body(http: HTTPRequest, limit: int) -> bytes:
             status=413,
         )
     return b"".join(parts)
+
+
+async def _parts(http: HTTPRequest) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; RequestError (408) once it has taken too long, or nothing of it has come for too long."""
+    stream = aiter(http.stream())
+    end = time.monotonic() + _BODY_S
+    while True:
+        left = end - time.monotonic()
+        try:
+            async with asyncio.timeout(min(left, _IDLE_S)):
+                part = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            how = (
+                f"no byte of the body came for {_IDLE_S:g} s" if left > _IDLE_S else f"the body took over {_BODY_S:g} s"
+            )
+            raise RequestError(f"{how}; send the whole of it at once", code="body_timeout", status=408) from None
+        yield part
 
 
 async def _gone(receive: Receive) -> None:

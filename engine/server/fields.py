@@ -19,19 +19,26 @@ from engine.errors import RequestError
 
 _LATER = frozenset({"image", "images", "video", "videos", "image_url", "video_url"})
 _MOST_ERRORS = 5
-_LONGEST_SHOWN = 60
+_LONGEST_VALUE = 60
+_LONGEST_SHOWN = 80
+_WHITESPACE = b" \t\n\r\v\f"
+# What a body needs beside its prompt: conversations are a few marks a message, ids one each, and there are lists of a thousand.
+_MARKS_A_TOKEN, _MORE_MARKS = 4, 100_000
 
 Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
-Penalty = Annotated[float, Field(gt=0.0, le=100.0)]
+# Below a hundredth a quotient may overflow, and nothing can be drawn from infinities.
+Penalty = Annotated[float, Field(ge=0.01, le=100.0)]
 CountPenalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+# A voice is looked up by the model's processor, whose message shows the whole of it.
+Voice = Annotated[str, Field(max_length=_LONGEST_SHOWN)]
 MOST_STOPS = 16
 
 Unserved = Mapping[str, tuple[str, Sequence[object]]]
@@ -50,8 +57,33 @@ class Fields(BaseModel):
 F = TypeVar("F", bound=Fields)
 
 
-def checked(kind: type[F], data: bytes) -> F:
-    """Check a body of JSON, in which null means "not given"; RequestError names the field and the fix."""
+def shown(text: str) -> str:
+    """A client's own words as a message shows them: 80 characters at the most, so that no refusal grows with its request."""
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def most_marks(max_model_len: int) -> int:
+    """How many brackets, colons and commas a body of JSON may hold whose prompt has `max_model_len` tokens at the most."""
+    return _MARKS_A_TOKEN * max_model_len + _MORE_MARKS
+
+
+def check_marks(data: bytes, most: int) -> None:
+    """Refuse JSON of so many values that reading it would keep the server from answering anybody else.
+
+    Base64 holds none of these marks, so that audio of any length passes.
+    """
+    found = sum(data.count(mark) for mark in b"[{:,")
+    if found > most:
+        message = f"the body holds {found} brackets, colons and commas; this server reads {most} in a request"
+        raise RequestError(message, code="too_large")
+
+
+def checked(kind: type[F], data: bytes, most: int) -> F:
+    """Check a body of JSON, in which null means "not given"; RequestError names the field and the fix.
+
+    `most` are the brackets, colons and commas that it may hold.
+    """
+    check_marks(data, most)
     try:
         value = pydantic_core.from_json(data)
     except ValueError as error:
@@ -87,25 +119,30 @@ def _without_null(value: object) -> object:
 def from_base64(text: str, name: str) -> bytes:
     """Decode base64, or a `data:` URL of it; RequestError on the field called `name`."""
     head, comma, _ = text[:200].partition(",")
-    if head.startswith("data:") and comma:
-        if not head.endswith(";base64"):
+    if head[:5].lower() == "data:" and comma:
+        if not is_base64(head):
             raise RequestError(f"{name} is a data: URL without ;base64", field=name, code="invalid_base64")
         text = text[len(head) + 1 :]
     try:
         # Line breaks are what command line tools put in; anything else outside the alphabet is an error.
-        return binascii.a2b_base64("".join(text.split()).encode("ascii"), strict_mode=True)
+        return binascii.a2b_base64(text.encode("ascii").translate(None, _WHITESPACE), strict_mode=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise RequestError(f"{name} is not base64 ({error})", field=name, code="invalid_base64") from None
 
 
+def is_base64(head: str) -> bool:
+    """Whether what stands before the comma of a `data:` URL says that base64 follows."""
+    return head[-7:].lower() == ";base64"
+
+
 def refusal(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> RequestError:
     """What pydantic found wrong with a body of `kind`, as one error; its field is the first one at fault."""
-    shown = [_sentence(error, kind) for error in errors[:_MOST_ERRORS]]
+    sentences = [_sentence(error, kind) for error in errors[:_MOST_ERRORS]]
     if len(errors) > _MOST_ERRORS:
-        shown.append(f"and {len(errors) - _MOST_ERRORS} more")
+        sentences.append(f"and {len(errors) - _MOST_ERRORS} more")
     first = errors[0]
     code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
-    return RequestError("; ".join(shown), field=_place(first) or None, code="missing" if _missing(first) else code)
+    return RequestError("; ".join(sentences), field=_place(first) or None, code="missing" if _missing(first) else code)
 
 
 def _missing(error: ErrorDetails) -> bool:
@@ -115,7 +152,7 @@ def _missing(error: ErrorDetails) -> bool:
 def _place(error: ErrorDetails) -> str:
     # Pydantic says "[key]" where it is the name itself that is at fault.
     parts = (part for part in error["loc"] if part != "[key]")
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{shown(part)}" for part in parts).lstrip(".")
 
 
 def _sentence(error: ErrorDetails, kind: type[BaseModel]) -> str:
@@ -124,14 +161,21 @@ def _sentence(error: ErrorDetails, kind: type[BaseModel]) -> str:
         return unknown_field(place, _known(kind, error["loc"][:-1]))
     if _missing(error):
         return f"{place}: is missing"
-    shown = "" if isinstance(got, dict | list) or len(repr(got)) > _LONGEST_SHOWN else f", got {got!r}"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     lead = "must be " if message != error["msg"] and error["type"] != "value_error" else ""
-    return f"{place or 'the body'}: {lead}{message}{shown}"
+    return f"{place or 'the body'}: {lead}{message}{_got(got)}"
+
+
+def _got(value: object) -> str:
+    """What was found in place of something else, if it is short."""
+    if isinstance(value, dict | list) or (isinstance(value, str) and len(value) > _LONGEST_VALUE):
+        return ""
+    return f", got {value!r}" if len(repr(value)) <= _LONGEST_VALUE else ""
 
 
 def unknown_field(place: str, known: Sequence[str]) -> str:
     """What to say about a field that there is not, among those that are `known` where it stands."""
+    place = shown(place)
     name = place.rpartition(".")[2]
     if name in _LATER:
         return f"{place}: image and video input is not served yet; this server takes text and audio"

@@ -11,6 +11,9 @@ from python_multipart.multipart import FormParser
 
 from engine.errors import RequestError
 
+# Each costs several objects, and a form of 64 MiB has room for a million.
+_MOST_PARTS = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -25,6 +28,8 @@ def parse_form(boundary: bytes, data: bytes) -> list[Part]:
     """The parts of a body, fields first and files then, each in order; RequestError if it is no whole form."""
     if not boundary:
         raise RequestError("multipart/form-data without a boundary", code="invalid_multipart")
+    if data.count(b"\r\n--" + boundary) > _MOST_PARTS:
+        raise RequestError(f"the form has more than the {_MOST_PARTS} parts that are read", code="too_many")
     fields: list[Part] = []
     files: list[Part] = []
     ended: list[bool] = []

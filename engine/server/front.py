@@ -8,20 +8,22 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 
 from engine.client import BootError, EngineClient, EngineProcess, Hello
 from engine.config import ServerSettings
 from engine.errors import RequestError
-from engine.metrics import FrontCounters, prometheus_text
+from engine.metrics import FrontCounters
 from engine.model.config import OmniConfig
 from engine.model.processor import Processor
 from engine.request import Request
 from engine.server.describe import identity, model_summary, resident_bytes, tasks
+from engine.server.exposition import prometheus_text
 from engine.server.generate import prepare
 from engine.server.guard import Admission
 from engine.server.protocol import GenerateFields
@@ -107,7 +109,7 @@ class Front:
             raise BootError(f"the engine process imported {hello.engine_file}, this process {ours}; unset PYTHONPATH")
         # Measured from the start of this process, imports included.
         self.boot_seconds = round(time.time() - psutil.Process().create_time(), 3)
-        self.processor, self.hello = processor, hello
+        self.processor, self.hello = replace(processor, kv_positions=_kv_positions(hello)), hello
         self._info = self._describe(await source, processor, hello)
         self.stage = OK
 
@@ -175,4 +177,10 @@ class Front:
         }
         load = {"engine_open": self.client.open_requests, "open_limit": self.settings.max_open}
         own = {"engine_answered": float(found is not None), **memory, **load}
-        return prometheus_text(self._engine_counters | self.counters.values() | own)
+        return prometheus_text(self._engine_counters | self.counters.values() | own, self.client.histograms.by_name())
+
+
+def _kv_positions(hello: Hello) -> int:
+    """How many positions the engine's KV pages hold of each component."""
+    limits = msgspec.convert(hello.info["limits"], dict[str, int])
+    return limits["kv_pages"] * limits["page_size"]

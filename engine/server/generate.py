@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from engine.errors import RequestError
 from engine.model.processor import Inputs, Processor
 from engine.request import Request, Sampling, Speech
+from engine.server.fields import most_marks
 from engine.server.protocol import GenerateFields, SpeechFields, parse
 
 
@@ -18,7 +19,7 @@ def prepare(
 
     `unwanted` is asked before each clip; once it says True, engine.model.processor.Unwanted is raised.
     """
-    body = parse(content_type, data)
+    body = parse(content_type, data, most_marks(processor.max_model_len))
     fields = body.fields
     bias = {int(token): value for token, value in fields.logit_bias.items()}
     vocab = processor.config.thinker.vocab

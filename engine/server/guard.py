@@ -5,6 +5,7 @@ A refusal is answered before the body is read. Not here: what a body may hold (p
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -20,8 +21,8 @@ from engine.metrics import FrontCounters
 from engine.server.failure import error_for
 
 _OPEN_PATH = "/health"
-_RATE_S = 30.0  # how far back the rate of finished requests looks
-_SHORTEST_RETRY_S, _LONGEST_RETRY_S = 1, 60
+_RATE_S = 60.0  # how far back the rate of finished requests looks, and so the longest time to ask for
+_SHORTEST_RETRY_S = 1
 _UNREADY_RETRY_S = 5
 _TOO_MANY, _UNAVAILABLE, _UNAUTHORISED = 429, 503, 401
 
@@ -54,13 +55,16 @@ class Admission:
         self._forget(now)
 
     def retry_after_s(self, now: float) -> int:
-        """After how many whole seconds to ask again: when the requests that wait now will have been worked off."""
+        """After how many whole seconds to ask again: when the requests that wait now will have been worked off.
+
+        Never longer than the time over which the rate is known, and the shortest time where none is known.
+        """
         self._forget(now)
         if not self._finished:
-            return _LONGEST_RETRY_S
-        rate = len(self._finished) / min(max(now - self._busy_since, 1.0), _RATE_S)
+            return _SHORTEST_RETRY_S
+        known_s = min(max(now - self._busy_since, _SHORTEST_RETRY_S), _RATE_S)
         waiting = max(self.open - self.batch, 1)
-        return min(max(math.ceil(waiting / rate), _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+        return math.ceil(min(waiting / len(self._finished), 1.0) * known_s)
 
     def _forget(self, now: float) -> None:
         oldest = max(now - _RATE_S, self._busy_since)
@@ -106,9 +110,21 @@ class Guard:
         if refusal := self.unready() or self._full():
             await _refuse(scope, send, refusal)
             return
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         self.admission.enter(time.monotonic())
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, noting)
+        except asyncio.CancelledError:
+            # Only the server's end does this, to what its drain has cut: a body on its way, a reader that takes nothing.
+            if not started:
+                error = RequestError("the server is shutting down", code="shutting_down", status=_UNAVAILABLE)
+                await _refuse(scope, send, error)
         finally:
             self.admission.leave(time.monotonic())
 

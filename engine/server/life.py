@@ -148,13 +148,23 @@ async def _live(front: Front, serving: asyncio.Task[None], signals: _Signals, re
 async def _drain(front: Front, died: asyncio.Task[int], at_once: asyncio.Event) -> None:
     """Let the open requests end, for as long as was set and nothing ends them earlier; say how many are cut."""
     front.stage = DRAINING
+    if front.admission.open and not at_once.is_set():
+        _say(f"draining: {_requests(front.admission.open)}, up to {front.settings.drain_seconds:g} s")
     enough = asyncio.create_task(at_once.wait())
     end = time.monotonic() + front.settings.drain_seconds
     while front.admission.open and not enough.done() and not died.done() and time.monotonic() < end:
         await asyncio.wait({enough, died}, timeout=_DRAIN_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
     enough.cancel()
     if left := front.admission.open:
-        print(f"omni: open requests cut: {left}", file=sys.stderr, flush=True)
+        _say(f"cut: {_requests(left)}")
+
+
+def _requests(count: int) -> str:
+    return f"{count} open request{'s' * (count != 1)}"
+
+
+def _say(message: str) -> None:
+    print(f"omni: {message}", file=sys.stderr, flush=True)
 
 
 async def _mourn(front: Front, code: int, stopped: asyncio.Task[bool]) -> None:
@@ -162,5 +172,5 @@ async def _mourn(front: Front, code: int, stopped: asyncio.Task[bool]) -> None:
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     front.stage = DEAD
     front.client.fail(f"the engine process ended {how}")
-    print(f"omni: the engine process ended {how}; see its messages above", file=sys.stderr, flush=True)
+    _say(f"the engine process ended {how}; see its messages above")
     await asyncio.wait({stopped}, timeout=_DEAD_SHOWN_S)

@@ -26,6 +26,7 @@ from engine.server.fields import (
     TopK,
     TopP,
     Unserved,
+    Voice,
 )
 from engine.server.protocol import MOST_BIASED, MOST_STOP_IDS, TokenKey
 
@@ -159,7 +160,7 @@ _KEPT = "; this server keeps no audio, so send the transcript of an earlier answ
 class AudioOut(Fields):
     """How speech is sent. The default format is wav, and pcm16 in a stream."""
 
-    voice: str = DEFAULT_VOICE
+    voice: Voice = DEFAULT_VOICE
     format: Literal["wav", "mp3", "flac", "opus", "pcm16"] | None = None
 
 
@@ -277,7 +278,7 @@ class ChatFields(TextFields):
         if self.top_logprobs and not self.logprobs:
             raise _conflict("top_logprobs", "`top_logprobs` needs logprobs: true")
         if len(set(self.modalities)) != len(self.modalities):
-            raise RequestError(f"modalities names a kind twice: {self.modalities}", field="modalities")
+            raise RequestError("modalities names a kind twice", field="modalities")
         if self.speaks:
             self._check_speech()
             return
@@ -328,7 +329,7 @@ class SpeechFields(ModelFields):
         "stream_format": ("a stream of events is", ("audio",)),
     }
     input: Annotated[str, Field(min_length=1)]
-    voice: str = DEFAULT_VOICE
+    voice: Voice = DEFAULT_VOICE
     response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = "mp3"
     speech: TalkerFields | None = None
 

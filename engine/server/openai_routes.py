@@ -19,7 +19,7 @@ from engine.errors import RequestError
 from engine.model.processor import Processor
 from engine.server import openai, openapi, sound
 from engine.server.exchange import answer
-from engine.server.fields import checked, checked_value
+from engine.server.fields import checked, checked_value, most_marks, shown
 from engine.server.form import parse_form
 from engine.server.front import Front
 from engine.server.openai_objects import (
@@ -159,19 +159,19 @@ class _Routes:
 
     def chat(self, http: HTTPRequest, data: bytes, processor: Processor, unwanted: Unwanted) -> Job:
         """The job of a conversation."""
-        fields = self._from_json(openai.ChatFields, http, data)
+        fields = self._from_json(openai.ChatFields, http, data, processor)
         requests = chat_requests(processor, fields, unwanted)
         return Job(requests, ChatReply(processor, fields, requests, self.front.model_name), fields.stream)
 
     def completions(self, http: HTTPRequest, data: bytes, processor: Processor, unwanted: Unwanted) -> Job:
         """The job of prompts to go on from."""
-        fields = self._from_json(openai.CompletionFields, http, data)
+        fields = self._from_json(openai.CompletionFields, http, data, processor)
         requests = completion_requests(processor, fields, unwanted)
         return Job(requests, CompletionReply(processor, fields, requests, self.front.model_name), fields.stream)
 
     def speech(self, http: HTTPRequest, data: bytes, processor: Processor, unwanted: Unwanted) -> Job:
         """The job of a text to be read aloud."""
-        fields = self._from_json(openai.SpeechFields, http, data)
+        fields = self._from_json(openai.SpeechFields, http, data, processor)
         request = speech_request(processor, fields, unwanted)
         return Job([request], SpeechReply(fields), fields.response_format in _STREAMED_SPEECH)
 
@@ -203,10 +203,10 @@ class _Routes:
         """What the served model may be called: its name, or its folder as a client of the same machine knows it."""
         return self.front.model_name, str(self.front.model)
 
-    def _from_json(self, kind: type[F], http: HTTPRequest, data: bytes) -> F:
+    def _from_json(self, kind: type[F], http: HTTPRequest, data: bytes, processor: Processor) -> F:
         if _content_type(http)[0] != JSON:
             raise _wrong_type(http, JSON)
-        return self._known(checked(kind, data))
+        return self._known(checked(kind, data, most_marks(processor.max_model_len)))
 
     def _known(self, fields: F) -> F:
         """`fields`, once they ask for the model that is served and go together."""
@@ -222,7 +222,7 @@ def _content_type(http: HTTPRequest) -> tuple[str, dict[bytes, bytes]]:
 
 def _wrong_type(http: HTTPRequest, wanted: str) -> RequestError:
     given = http.headers.get("content-type")
-    message = f"Content-Type is {given!r}" if given else "Content-Type is missing"
+    message = f"Content-Type is {shown(given)!r}" if given else "Content-Type is missing"
     return RequestError(f"{message}; send {wanted}", code="unsupported_media_type", status=415)
 
 
@@ -231,12 +231,13 @@ def _form(boundary: bytes, data: bytes) -> tuple[dict[str, object], bytes]:
     values: dict[str, object] = {}
     files: list[bytes] = []
     for part in parse_form(boundary, data):
+        name = shown(part.name)
         if part.is_file and part.name == "file":
             files.append(part.data)
         elif part.is_file or part.name == "file":
-            raise RequestError(f"{part.name}: only `file` is a file, and it has a file name", field=part.name or None)
+            raise RequestError(f"{name}: only `file` is a file, and it has a file name", field=name or None)
         elif part.name in values:
-            raise RequestError(f"{part.name} comes twice", field=part.name, code="conflict")
+            raise RequestError(f"{name} comes twice", field=name, code="conflict")
         else:
             values[part.name] = _typed(part.name, part.data)
     if len(files) != 1:
@@ -250,7 +251,7 @@ def _typed(name: str, data: bytes) -> object:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise RequestError(f"{name} is not UTF-8", field=name) from None
+        raise RequestError(f"{shown(name)} is not UTF-8", field=shown(name)) from None
     if name == "stream":
         return {"true": True, "false": False}.get(text.lower(), text)
     if name == "temperature":

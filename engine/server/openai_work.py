@@ -20,7 +20,7 @@ from engine.model.generation import Generation
 from engine.model.processor import Inputs, Processor
 from engine.request import Request, Sampling, Speech
 from engine.server import openai
-from engine.server.fields import from_base64
+from engine.server.fields import from_base64, is_base64, shown
 from engine.server.generate import check_ids
 
 _SEEDS = 2**63
@@ -31,6 +31,8 @@ _READING_SLACK = 32
 # Nobody speaks more tokens a second than audio takes (13); very short clips get a little more.
 _TRANSCRIPT_SLACK = 64
 _AS_LONG_AS_FITS = 2**31 - 1
+# Each costs an object on its way to a byte; base64 has no such cost.
+_MOST_ESCAPES = 1 << 20
 _MOST_FRAMES = 4096  # 328 seconds, as far as the checkpoint's own settings go
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class _Clips:
 def check_model(asked: str, served: Sequence[str]) -> None:
     """RequestError (404) unless the model asked for is one of the names of the served one."""
     if asked not in served:
-        message = f"the model {asked!r} does not exist; this server has {served[0]!r}"
+        message = f"the model {shown(asked)!r} does not exist; this server has {served[0]!r}"
         raise RequestError(message, field="model", code="model_not_found", status=404)
 
 
@@ -116,7 +118,7 @@ def speech_request(processor: Processor, fields: openai.SpeechFields, unwanted: 
     )
     with renamed({"text": "input", "speech.voice": "voice"}):
         done = processor.complete(draft, inputs, unwanted)
-    tokens = len(processor.tokenizer.encode(fields.input, add_special_tokens=False).ids)
+    tokens = len(processor.token_ids(fields.input))
     speech = done.speech
     if free and speech is not None:
         frames = min(speech.max_frames, _FRAMES_A_TOKEN * tokens + _READING_SLACK)
@@ -173,12 +175,17 @@ def _part(part: openai.Part, name: str, clips: _Clips) -> dict[str, str]:
 def _from_url(url: str, name: str) -> bytes:
     """The data of a `data:` URL; a server that fetched other addresses could be sent anywhere."""
     head, comma, rest = url.partition(",")
-    if not (head.startswith("data:") and comma):
+    if not (head[:5].lower() == "data:" and comma):
         raise RequestError(f"{name} must be a data: URL, with the audio in it; this server fetches nothing", field=name)
-    kind = head.removeprefix("data:").partition(";")[0]
+    kind = head[5:].partition(";")[0].lower()
     if kind and not kind.startswith("audio/") and kind != "application/octet-stream":
-        raise RequestError(f"{name} says that it is {kind}; audio/… is served", field=name)
-    return from_base64(url, name) if head.endswith(";base64") else unquote_to_bytes(rest)
+        raise RequestError(f"{name} says that it is {shown(kind)}; audio/… is served", field=name)
+    if is_base64(head):
+        return from_base64(url, name)
+    if (escapes := rest.count("%")) > _MOST_ESCAPES:
+        message = f"{name} has {escapes} bytes as %XX, of which this server reads {_MOST_ESCAPES}; send base64"
+        raise RequestError(message, field=name, code="too_large")
+    return unquote_to_bytes(rest)
 
 
 def _draft(processor: Processor, fields: openai.TextFields, kind: str, seed: int, max_tokens: int) -> Request:

@@ -36,13 +36,14 @@ _REASONS = {
     400: "A field is wrong, conflicts with another or asks for more than fits",
     401: "No valid API key",
     404: "There is no such model",
+    408: "The body came too slowly",
     413: "The body is too large",
     415: "The content type is not served",
     429: "Too many requests are open; Retry-After says when to come back",
     500: "This one request failed",
     503: "The server is starting, stopping or dead",
 }
-POST_ERRORS = (400, 401, 413, 415, 429, 500, 503)
+POST_ERRORS = (400, 401, 408, 413, 415, 429, 500, 503)
 
 
 def body(content: Content) -> dict[str, Any]:

@@ -28,8 +28,11 @@ from engine.server.fields import (
     TokenId,
     TopK,
     TopP,
+    Voice,
+    check_marks,
     from_base64,
     refusal,
+    shown,
     unknown_field,
 )
 from engine.server.form import Part, parse_form
@@ -52,7 +55,7 @@ def _one_or_many(value: object) -> object:
 class SpeechFields(Fields):
     """The `speech` object: how the Talker speaks. `max_frames` counts frames of 80 ms."""
 
-    voice: str = "ethan"
+    voice: Voice = "ethan"
     max_frames: Count = 4096
     temperature: Temperature = 0.9
     top_k: TopK = 50
@@ -100,15 +103,18 @@ class Body:
     audio: tuple[bytes, ...]
 
 
-def parse(content_type: str, data: bytes) -> Body:
-    """Read a body of JSON or multipart/form-data; RequestError names the field and the fix."""
+def parse(content_type: str, data: bytes, most: int) -> Body:
+    """Read a body of JSON or multipart/form-data; RequestError names the field and the fix.
+
+    `most` are the brackets, colons and commas that its JSON may hold.
+    """
     kind, options = parse_options_header(content_type)
     if kind == b"application/json":
-        fields = parse_fields(data)
+        fields = parse_fields(data, most)
         return Body(fields, _from_base64(fields.audio))
     if kind == b"multipart/form-data":
-        return _parse_multipart(parse_form(options.get(b"boundary", b""), data))
-    found = repr(content_type) if content_type else "missing"
+        return _parse_multipart(parse_form(options.get(b"boundary", b""), data), most)
+    found = repr(shown(content_type)) if content_type else "missing"
     raise RequestError(
         f"Content-Type is {found}; send application/json, or multipart/form-data with `request` and `audio` parts",
         code="unsupported_media_type",
@@ -116,8 +122,9 @@ def parse(content_type: str, data: bytes) -> Body:
     )
 
 
-def parse_fields(data: bytes) -> GenerateFields:
-    """Check the JSON text of a body, values against each other included."""
+def parse_fields(data: bytes, most: int) -> GenerateFields:
+    """Check the JSON text of a body of `most` brackets, colons and commas, values against each other included."""
+    check_marks(data, most)
     try:
         fields = GenerateFields.model_validate_json(data)
     except ValidationError as error:
@@ -138,7 +145,7 @@ def _check_together(fields: GenerateFields) -> None:
     if fields.system is not None and fields.text is None:
         raise RequestError("`system` goes with `text`; put it into prompt_token_ids", field="system", code="conflict")
     if len(set(fields.output)) != len(fields.output):
-        raise RequestError(f"output names a kind twice: {fields.output}", field="output")
+        raise RequestError("output names a kind twice", field="output")
     if fields.speech is not None and "audio" not in fields.output:
         raise RequestError('`speech` needs "audio" in output', field="speech", code="conflict")
     for name in ("stop", "stop_token_ids"):
@@ -158,7 +165,7 @@ def _refusal(errors: Sequence[ErrorDetails]) -> RequestError:
         error["loc"] = tuple(part for part in error["loc"] if part != "[key]")
     found = refusal(errors, GenerateFields)
     # Below `speech` lie fields, which a client may want to know; below others places and keys of its own.
-    names = [str(part) for part in first["loc"]]
+    names = [shown(str(part)) for part in first["loc"]]
     found.field = ".".join(names if names[:1] == ["speech"] else names[:1]) or None
     return found
 
@@ -171,14 +178,14 @@ def _from_base64(texts: Sequence[str]) -> tuple[bytes, ...]:
         raise
 
 
-def _parse_multipart(parts: Sequence[Part]) -> Body:
+def _parse_multipart(parts: Sequence[Part], most: int) -> Body:
     for part in parts:
         _check_part(part)
     requests = [part.data for part in parts if part.name == "request"]
     if len(requests) != 1:
         message = f"send one part `request` with the JSON fields, not {len(requests)}"
         raise RequestError(message, field="request", code="missing" if not requests else "conflict")
-    fields = parse_fields(requests[0])
+    fields = parse_fields(requests[0], most)
     files = tuple(part.data for part in parts if part.name == "audio")
     if fields.audio and files:
         raise RequestError("audio comes both as base64 and as files; send it one way", field="audio", code="conflict")
@@ -190,4 +197,4 @@ def _check_part(part: Part) -> None:
         raise RequestError("the part `audio` must be a file (with a file name)", field="audio")
     if part.name not in ("request", "audio"):
         message = unknown_field(part.name, ("request", "audio"))
-        raise RequestError(message, field=part.name or None, code="unknown_field")
+        raise RequestError(message, field=shown(part.name) or None, code="unknown_field")

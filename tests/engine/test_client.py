@@ -29,7 +29,7 @@ from engine.client import (
     Shutdown,
 )
 from engine.errors import EngineDeadError, RequestError
-from engine.request import Clip, Event, Request, Sampling, Speech
+from engine.request import Clip, Event, Request, Sampling, Speech, Usage
 
 
 class Peer:
@@ -53,6 +53,7 @@ def joined(tmp_path: Path, test: Callable[[EngineClient, Peer], Coroutine[None, 
         address = f"ipc://{tmp_path}/e"
         client = EngineClient(address)
         peer = Peer(address)
+        assert client._socket.poll(5000, zmq.POLLOUT)  # they have met: before that nothing can be sent
         try:
             await asyncio.wait_for(test(client, peer), 20)
         finally:
@@ -188,8 +189,11 @@ def test_shutting_down_tells_the_engine_and_ends_streams(tmp_path: Path):
         await peer.hear()
         client.shut_down()
         assert isinstance(await peer.hear(), Shutdown)
-        with pytest.raises(EngineDeadError, match="shutting down"):
+        with pytest.raises(RequestError, match="shutting down") as caught:
             await task
+        assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+        with pytest.raises(RequestError, match="shutting down"):
+            await anext(client.generate(asked("b")))
 
     joined(tmp_path, test)
 
@@ -261,6 +265,28 @@ def test_news_that_come_while_orders_are_sent_are_all_read(tmp_path: Path):
     joined(tmp_path, test)
 
 
+def test_times_are_those_of_the_engine_however_late_its_events_are_read(tmp_path: Path):
+    async def test(client: EngineClient, peer: Peer) -> None:
+        stream = client.generate(asked("a"))
+        first = asyncio.ensure_future(anext(stream))
+        await peer.hear()
+        await asyncio.sleep(0.1)
+        usage = Usage(
+            prompt_tokens=3, completion_tokens=2, audio_tokens_in=0, audio_seconds_in=0, audio_frames=0, audio_samples=0
+        )
+        await peer.say(Events([Event(request_id="a", token_ids=[1])]))
+        await peer.say(Events([Event(request_id="a", token_ids=[2], done=True, usage=usage)]))
+        await first
+        await asyncio.sleep(0.4)
+        assert (await anext(stream)).done
+        for name in ("ttft_seconds", "e2e_seconds"):
+            histogram = client.histograms.by_name()[name]
+            assert histogram.cumulative()[-1] == 1
+            assert 0.1 <= histogram.sum < 0.4
+
+    joined(tmp_path, test)
+
+
 def test_an_error_reaches_a_stream_after_the_events_before_it(tmp_path: Path):
     async def test(client: EngineClient, peer: Peer) -> None:
         stream = client.generate(asked("a"))
@@ -274,5 +300,19 @@ def test_an_error_reaches_a_stream_after_the_events_before_it(tmp_path: Path):
         assert (await anext(stream)).token_ids == [2]
         with pytest.raises(EngineDeadError):
             await anext(stream)
+
+    joined(tmp_path, test)
+
+
+def test_a_request_to_an_engine_that_has_just_gone_blocks_nothing(tmp_path: Path):
+    async def test(client: EngineClient, peer: Peer) -> None:
+        peer.context.destroy(linger=0)
+        while client._socket.poll(0, zmq.POLLOUT):  # until the end of the connection is seen
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(anext(client.generate(asked("a"))))
+        await asyncio.sleep(0)
+        client.shut_down()
+        with pytest.raises(RequestError, match="shutting down"):
+            await waiting
 
     joined(tmp_path, test)

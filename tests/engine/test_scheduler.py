@@ -181,8 +181,9 @@ def test_a_request_larger_than_the_pool_is_refused_with_both_numbers() -> None:
 
 def test_speech_larger_than_the_talker_s_pool_is_refused_too() -> None:
     world = World(talker_pages=5)
-    with pytest.raises(RequestError, match=r"6 KV pages.*talker.*has 5"):
+    with pytest.raises(RequestError, match=r"6 KV pages.*talker.*has 5: lower speech\.max_frames") as refused:
         world.add("a", frames=12)
+    assert refused.value.field == "speech.max_frames"
     assert world.scheduler.waiting == 0
 
 

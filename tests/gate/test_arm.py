@@ -129,6 +129,19 @@ def test_a_dot_is_a_copy_of_tracked_and_untracked_files_without_ignored_ones_and
     assert (info.kind, info.dirty, info.commit) == ("snapshot", True, run_git(repo, "rev-parse", "HEAD"))
 
 
+@pytest.mark.parametrize("ref", [".", "folder"])
+def test_files_beside_the_package_are_no_uncommitted_changes_and_those_in_it_are(tmp_path: Path, ref: str) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    choice = ArmChoice("head", "." if ref == "." else str(repo))
+    (repo / "speech.wav").write_bytes(b"left by an example")
+    assert not resolve(choice, repo).dirty
+    (repo / "pyproject.toml").write_text("[project]\n")
+    assert resolve(choice, repo).dirty
+    (repo / "pyproject.toml").unlink()
+    (repo / "engine" / "new.py").write_text("")
+    assert resolve(choice, repo).dirty
+
+
 def test_a_folder_needs_no_history_and_is_used_in_place(tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "tree")
     by_option = ArmChoice("base", "", directory=tree, args=("--disable", "plan_cache"), env=(("A", "1"),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gate import cli
-from gate.cli import app, first_part, found_plants
+from gate.cli import app, called, first_part, found_plants
 from gate.plant import CHOOSE, LAUNCH
 from gate.rundir import RunDir
 from gate.verdict import compare
@@ -61,6 +62,22 @@ def test_the_run_directory_is_named_by_time_and_arms(place: Path) -> None:
     assert call("plan", "HEAD~1", ".", *quick()).exit_code == 0
     (folder,) = (place / "repo" / "runs").iterdir()
     assert folder.name[8] == "T" and folder.name.endswith("Z-plan-HEAD~1-tree")
+
+
+def test_commands_are_printed_as_the_gate_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "some where" / "bin" / "gate"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert called(str(tool), tmp_path) == "'some where/bin/gate'"
+    assert called("some where/bin/gate", tmp_path) == "'some where/bin/gate'"
+    assert called(str(tool), tool.parent) == "./gate"
+    assert called(str(tool), Path("/usr")) == f"'{tool}'"
+    monkeypatch.setenv("PATH", str(tool.parent))
+    assert called(str(tool), tmp_path) == "gate"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert called("/somewhere/gate/__main__.py", tmp_path) == "./python -m gate"
 
 
 def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
@@ -191,8 +208,11 @@ def test_run_measures_one_arm_and_prints_its_metrics(place: Path) -> None:
 
 def test_a_run_stopped_in_time_goes_on_with_resume(place: Path) -> None:
     stopped = call("compare", "HEAD~1", "HEAD", *quick("--run", "../run", "--stop-after", "0s"))
-    assert f"stopped by --stop-after; the rest: gate compare --resume {place / 'run'}" in stopped.stderr
+    assert "stopped by --stop-after" in stopped.stderr
     assert stopped.exit_code == 2, stopped.output
+    assert "### ⚖️ gate: unfinished, 0 of 2 planned sessions measured" in stopped.stdout
+    assert stopped.stdout.endswith(f"\nfinish it: gate compare --resume {place / 'run'}\n")
+    assert call("report", "../run").stdout == stopped.stdout
     resumed = call("compare", "--resume", "../run")
     assert resumed.exit_code in (0, 2), resumed.output
     assert "Requests issued 8, ok 8" in (place / "run" / "report.md").read_text()
@@ -243,7 +263,9 @@ def test_an_interrupted_run_leaves_no_server_and_no_worktree_and_keeps_its_recor
     gate.send_signal(number)
     _, said = gate.communicate(timeout=30)
     assert gate.returncode == 130, said
-    assert "gate: interrupted; what was measured is kept: gate report ../run" in said
+    again = f"{shlex.quote(sys.executable)} -m gate"
+    told = f"{again} report ../run, or go on: {again} compare --resume ../run"
+    assert f"gate: interrupted; what was measured is kept: {told}" in said
     assert run_git(repo, "worktree", "list").count("\n") == 0
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if str(place / "run" / "model") in (p.info["cmdline"] or [])

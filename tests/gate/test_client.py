@@ -133,6 +133,7 @@ def test_failures_are_records_that_say_why_and_the_rest_goes_on(tmp_path: Path) 
     [
         ({"cut": True}, "T2T", "the stream ended without a final line"),
         ({"short_by": 8}, "T2T", "no tokens"),
+        ({"short_by": -8}, "T2T", "counted more tokens than asked for: 16 of 8"),
         ({"lose_audio": True}, "T2S", "audio lost: usage says 11520 samples, 7680 arrived"),
     ],
 )
@@ -168,6 +169,28 @@ def test_a_server_that_hangs_costs_two_time_outs_and_the_rest_is_not_sent(tmp_pa
     assert [record.ok for record in records] == [True] + [False] * 5
     assert records[1].error == "timed out (limits: 5 s a request, 1 s of silence)"
     assert {record.error for record in records[3:]} == {"not sent: 2 requests in a row had timed out"}
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"zz": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "maximum recursion depth exceeded"),
+        (b'{"usage": {"completion_tokens": 1' + b"0" * 30 + b"}}", "Expected `int` <= 2147483647"),
+        (b'{"usage": {"prompt_tokens": -1}}', "Expected `int` >= 0"),
+        (b'{"usage": {"audio_samples": 1' + b"0" * 30 + b"}}", "Expected `int` <= 2147483647"),
+        (b'{"token_ids": [1, 99999999999999999999]}', "Expected `int` <= 2147483647"),
+        (b'{"trace": [{"step": 4294967296, "bucket": 1, "rows": 1}]}', "Expected `int` <= 2147483647"),
+        (b'{"sample_rate": -24000}', "Expected `int` >= 0"),
+        (b'{"logprobs": [{"token_ids": [1], "logprobs": [-0.5]}]}', "Expected `array` of length >= 2"),
+    ],
+)
+def test_a_line_that_no_table_could_hold_is_the_failure_of_its_request(line: bytes, fault: str) -> None:
+    error = str(GenerateDoor().read([(1000, line), (2000, b'{"finished": true}')]).error)
+    assert error.startswith("a line of the stream is not what the contract says: ") and fault in error
+
+
+def test_a_refusal_nested_too_deep_is_cut() -> None:
+    assert GenerateDoor().refusal(b"[" * 100_000) == "[" * 200
 
 
 def test_a_line_longer_than_any_buffer_arrives_whole(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -168,9 +169,8 @@ def test_a_full_disk_is_a_sentence_and_70_and_the_run_goes_on_once_there_is_room
     second.symlink_to("/dev/full")  # every byte written there is one that the disk has no room for
     gate = start(tmp_path, "--resume", str(folder.path))
     assert gate.wait(120) == 70
-    told = (
-        f"gate: the disk is full: {folder.path}; what was measured is kept: gate report {folder.path}, or go on: gate"
-    )
+    kept = f"what was measured is kept: {shlex.quote(sys.executable)} -m gate report {folder.path}, or go on: "
+    told = f"gate: the disk is full: {folder.path}; {kept}"
     log = (tmp_path / "gate.log").read_text()
     assert told in log and "Traceback" not in log
     assert {record.session for record in folder.load().records} == {session_id(0, folder.load().plan.order[0])}

@@ -123,21 +123,25 @@ def test_a_client_that_is_held_up_says_so(tmp_path: Path) -> None:
     assert found.lag.max > 100
 
 
-def late(run_lag: Lag) -> list[object]:
+def late(run_lag: Lag, gap_us: int) -> list[object]:
     run = make_run(
-        {"base": [2000, 2001], "head": [2000, 2001]},
+        {"base": [gap_us, gap_us], "head": [gap_us, gap_us]},
         [T2T, A2T],
         info=lambda s: msgspec.structs.replace(s, client_lag={"T2T@1": run_lag} if s.id == "02-head" else {}),
     )
     return [compare(run).late, rendered(run)]
 
 
-def test_a_late_client_is_flagged_by_a_fifth_of_the_first_tokens_time_and_an_early_one_is_not() -> None:
-    # TTFT is 10 ms in a hand-made run, so the limit is 2 ms.
-    [(row,), text] = late(Lag(0.1, 2.1, 9.0))
-    assert (row.session, row.cell, row.p99_ms, row.limit_ms) == ("02-head", "T2T@1", 2.1, 2.0)
-    assert "⚠️ client was late in T2T@1: its own loop by up to 2.1 ms (p99, T2T@1 of 02-head; limit 2.0 ms)" in text
-    [rows, text] = late(Lag(0.1, 2.0, 9.0))
+@pytest.mark.parametrize(("gap_us", "limit_ms"), [(2000, 5.0), (9000, 10.0), (90_000, 20.0)])
+def test_a_client_is_late_by_a_tenth_of_the_requests_time_but_not_under_5_ms_and_always_over_20(
+    gap_us: int, limit_ms: float
+) -> None:
+    # A request takes 10 ms and ten gaps: 30, 100 and 910 ms.
+    [(row,), text] = late(Lag(0.1, limit_ms + 0.1, 99.0), gap_us)
+    assert (row.session, row.cell, row.p99_ms, row.limit_ms) == ("02-head", "T2T@1", limit_ms + 0.1, limit_ms)
+    told = f"by up to {limit_ms + 0.1:.1f} ms (p99, T2T@1 of 02-head; limit {limit_ms:.1f} ms)"
+    assert f"⚠️ client was late in T2T@1: its own loop {told}" in text
+    [rows, text] = late(Lag(0.1, limit_ms, 99.0), gap_us)
     assert rows == [] and "was late" not in text
 
 

@@ -50,6 +50,11 @@ def as_wav(pcm: bytes, rate: int, channels: int = 1) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def without_rate(wav: str) -> str:
+    data = base64.b64decode(wav)
+    return base64.b64encode(data[:24] + bytes(4) + data[28:]).decode()
+
+
 def test_a_text_cell_asks_greedily_for_a_stream_with_usage() -> None:
     assert json.loads(DOOR.body(cell(), prompts(1)[0], Path())) == {
         "model": "served",
@@ -145,6 +150,19 @@ def test_vllm_omnis_raw_chunks_have_their_rate_beside_them() -> None:
             [{**delta(content=base64.b64encode(b"RIFF").decode()), "modality": "audio"}],
             "a chunk of sound is no WAV file",
         ),
+        ([{**delta(content=without_rate(as_wav(PCM, 8000))), "modality": "audio"}], "sound of 0 samples a second"),
+        (
+            [b'{"zz": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+            "an event of the stream is not a chat completion chunk",
+        ),
+        ([usage(9, 10**30)], "an event of the stream is not a chat completion chunk: Expected `int"),
+        ([usage(9, 10**18)], "an event of the stream is not a chat completion chunk: Expected `int"),
+        ([usage(9, -5)], "an event of the stream is not a chat completion chunk: Expected `int"),
+        ([usage(9, 2, text_tokens=10**30)], "an event of the stream is not a chat completion chunk: Expected `int"),
+        (
+            [{**delta(content=""), "audio_metadata": {"sample_rate": -8000}}],
+            "an event of the stream is not a chat completion chunk: Expected `int",
+        ),
         ([b"{"], "an event of the stream is not a chat completion chunk"),
         ([{"choices": 3}], "an event of the stream is not a chat completion chunk"),
     ],
@@ -164,6 +182,7 @@ def test_a_stream_that_is_not_whole_says_what_is_wrong(values: list[object], err
         (b'{"error": "plain"}', "plain"),
         (b'{"detail": "Not Found"}', '{"detail": "Not Found"}'),
         (b"<html>", "<html>"),
+        (b"[" * 100_000, "[" * 200),
     ],
 )
 def test_a_refusal_is_a_sentence_in_whatever_form_it_comes(body: bytes, words: str) -> None:
@@ -186,6 +205,13 @@ def test_a_peer_is_measured_like_ours_but_for_token_ids(tmp_path: Path, sound: s
     assert (record.completion_tokens, record.prompt_tokens, record.finish_reason) == (8, 2, "length")
     assert record.token_ids == [] and record.steps == [ord(character) for character in record.text]
     assert record.pcm_samples == 6 * 1920 and [event.tokens for event in record.events if event.chars] == [1] * 8
+
+
+def test_a_peer_that_counts_more_tokens_than_asked_for_has_failed(tmp_path: Path) -> None:
+    with fake(tmp_path, short_by=-1, peer=True) as ours:
+        target = Target(ours.url, "01-base", "base", ours.origin_ns, ours.limits, "openai", "fake", ours=False)
+        (record,) = measure(target, cell(), [], prompts(1), tmp_path).records
+    assert (record.ok, record.error) == (False, "counted more tokens than asked for: 9 of 8")
 
 
 def test_a_refusing_or_failing_peer_leaves_records_that_say_why(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from gate.arm import ArmChoice, ArmError
+from gate.arm import ArmChoice, ArmError, laid_out
+from gate.host import Cores
 from gate.record import Record, RunData
 from gate.run import carry_out, write_report
 from gate.rundir import RunDir
+from gate.session import Boot, serving
 from gate.wish import Wish
 from tests.gate.test_run import Notes
 from tests.gate.trees import make_workloads
@@ -40,6 +44,27 @@ def wish(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Wis
 def both(wish: Wish) -> RunData:
     """A command arm and a tree arm of the same engine, at the OpenAI door."""
     return carry_out(wish, Notes()).load()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity call on this platform")
+@pytest.mark.parametrize("ref", [COMMAND, str(ROOT)], ids=["command", "tree"])
+def test_a_commands_server_and_all_it_starts_are_pinned_as_a_trees_are(
+    tmp_path: Path, tiny_checkpoint: Path, ref: str
+) -> None:
+    core = min(os.sched_getaffinity(0))
+    boot = Boot(tiny_checkpoint, "cpu", Cores((core,), (core,), True), boot_s=120.0)
+    with (
+        laid_out((ArmChoice("arm", ref),), ROOT, tmp_path, keep=False) as (arm,),
+        serving(arm, boot, tmp_path / "server.log") as server,
+    ):
+        assert server.child is not None
+        warden = psutil.Process(server.child.process.pid)
+        family = [warden, *warden.children(recursive=True)]
+        threads = [thread.id for process in family for thread in process.threads()]
+        told = [process.environ().get("OMP_NUM_THREADS") for process in family]
+        cores = {tuple(os.sched_getaffinity(thread)) for thread in threads}
+    assert len(family) == 3  # the warden, the front and the engine
+    assert (cores, set(told)) == ({(core,)}, {"1"})
 
 
 def test_our_server_answers_every_cell_at_the_openai_door_as_a_command_and_as_a_tree(both: RunData) -> None:

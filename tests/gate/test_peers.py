@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+import gate.wish
 from gate.arm import ArmChoice, ArmError, resolve
 from gate.client import Limits
+from gate.process import Child
 from gate.run import carry_out, resume, write_report
-from gate.session import Refused, is_healthy, serving
+from gate.session import Refused, free_port, is_healthy, serving
 from gate.wish import Wish, check
 from tests.gate.test_run import Notes
 from tests.gate.test_session import make_arm
@@ -177,13 +181,36 @@ def test_a_peer_that_cannot_be_is_one_sentence(tmp_path: Path, ref: str, told: s
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_peer_that_lacks_what_it_needs_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_url_whose_server_was_started_a_moment_ago_is_waited_for(tmp_path: Path) -> None:
+    port, tree = free_port(), make_tree(tmp_path / "slow", boot_ms=1500)
+    words = [
+        sys.executable,
+        str(tree / "engine" / "server" / "cli.py"),
+        "serve",
+        str(model(tmp_path)),
+        "--port",
+        str(port),
+    ]
+    server = Child(words, cwd=tmp_path, env=dict(os.environ))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert not is_healthy(url)
+        check(make_wish(tmp_path, url, url))
+        assert is_healthy(url)
+    finally:
+        server.stop()
+
+
+def test_a_peer_that_lacks_what_it_needs_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate.wish, "URL_PATIENCE_S", 1.0)
     peer = command(tmp_path, "one", peer=True)
     with pytest.raises(ArmError, match=r"a command names \{model\}, but there is none: name a checkpoint with --model"):
         carry_out(make_wish(tmp_path, peer, peer), Notes())
     away = make_wish(tmp_path / "b", "http://127.0.0.1:9", "http://127.0.0.1:9")
     with pytest.raises(
-        ArmError, match=r"base http://127\.0\.0\.1:9 answers neither /health nor /v1/models; start it first"
+        ArmError, match=r"base http://127\.0\.0\.1:9 answers neither /health nor /v1/models in 1 s; start it first"
     ):
         carry_out(away, Notes())
     with pytest.raises(ArmError, match=r"head is a URL, so --head-args and --head-env reach nobody"):

@@ -13,6 +13,7 @@ import pytest
 
 from gate import process
 from gate.process import Child, tail
+from gate.warden import LOG_FIRST, LOG_MARK, LOG_MOST
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +51,48 @@ def test_a_politely_stopped_program_may_end_by_itself_and_its_helpers_end_with_i
     assert (out.readline(), child.process.wait(5)) == (b"bye\n", 3)
     child.stop(1.0)
     wait_gone([int((tmp_path / "helper").read_text())])
+
+
+LEAVER = "setsid sh -c 'sleep 60 & echo $! > {0}/far; echo $$ > {0}/near; wait' & sleep 0.3; "
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux")
+@pytest.mark.parametrize("ending", ["exit 4", "trap '' TERM; sleep 60", "sleep 60"])
+def test_a_process_that_left_the_group_for_a_session_of_its_own_ends_with_the_program(
+    tmp_path: Path, ending: str
+) -> None:
+    child = Child(["sh", "-c", LEAVER.format(tmp_path) + ending])
+    pids = far_pids(tmp_path)
+    if ending == "exit 4":
+        assert child.process.wait(10) == 4
+        wait_gone(pids, 1.0)
+    child.stop(0.5)
+    wait_gone([child.process.pid, *pids], 1.0)
+
+
+def test_a_process_that_left_the_group_ends_also_when_the_gate_is_killed_outright(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", STARTER, LEAVER.format(tmp_path) + "sleep 60"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as gate:
+        pids = far_pids(tmp_path)
+        gate.kill()
+    wait_gone(pids)
+
+
+def far_pids(folder: Path) -> list[int]:
+    end = time.monotonic() + 10
+    while not all((folder / name).exists() and (folder / name).read_text() for name in ("near", "far")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return [int((folder / name).read_text()) for name in ("near", "far")]
+
+
+def test_a_stop_without_a_warden_still_ends_the_group(tmp_path: Path) -> None:
+    child = Child(["sh", "-c", f"echo $$ > {tmp_path}/near; echo $$ > {tmp_path}/far; sleep 60"])
+    pids = far_pids(tmp_path)
+    child.process.kill()
+    child.process.wait()
+    child.stop()
+    wait_gone(pids, 1.0)
 
 
 STARTER = """
@@ -97,3 +140,25 @@ def test_the_tail_of_a_log_is_its_last_lines_and_says_where_there_is_none(tmp_pa
     assert tail(log) == f"  ({log} is empty)"
     log.write_text("one\ntwo\nthree\n")
     assert tail(log, 2) == f"  last lines of {log}:\n  | two\n  | three"
+
+
+def test_the_tail_of_a_huge_log_reads_its_end_alone(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with log.open("wb") as file:
+        file.truncate(2**40)  # a hole of a TiB: nothing could read it whole
+        file.seek(0, 2)
+        file.write(b"\nlast words\n")
+    assert tail(log, 1) == f"  last lines of {log}:\n  | last words"
+
+
+def test_a_log_that_would_fill_the_disk_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    script = f"echo first; head -c {LOG_MOST} /dev/zero; sleep 1; echo last words; echo bad >&2; sleep 60"
+    with log.open("ab") as output:
+        child = Child(["sh", "-c", script], stdout=output, stderr=output)
+    end = time.monotonic() + 20
+    while not (log.exists() and log.read_bytes().endswith(b"bad\n")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    child.stop()
+    assert log.read_bytes() == b"first\n" + bytes(LOG_FIRST - 6) + LOG_MARK + b"last words\nbad\n"

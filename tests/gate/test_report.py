@@ -172,8 +172,8 @@ def test_a_run_without_any_session_still_has_a_report() -> None:
 
     text = rendered(run)
 
-    assert "0+0 sessions of 3+3 planned" in text
-    assert "no verdict: no finished session of base and head" in text
+    assert "0+0 sessions begun of 3+3 planned" in text
+    assert "no verdict: 0 of 6 planned sessions measured; finish with --resume" in text
     assert "6 planned sessions" in text
 
 
@@ -264,6 +264,9 @@ def test_verdicts_on_servers_that_were_not_booted_are_marked_and_what_was_not_ch
     assert row.endswith("| **regression** (one boot) |")
     assert f"- base: `http://base:1` (URL), source {SOURCE['base']}, not checked (URL arm), weights {WEIGHTS}" in lines
     assert "- head: `http://head:1` (URL), a peer: no /info, source not checked (URL arm)" in lines
+    assert [line for line in lines if "pinned" in line] == [
+        f"- {arm}: URL arm: its server is not pinned by the gate" for arm in ("base", "head")
+    ]
     assert any(
         line.startswith("- one boot: every session of base and head met the same running server") for line in lines
     )
@@ -286,6 +289,44 @@ def test_arms_that_did_not_read_the_same_prompt_are_named_with_their_counts() ->
 def test_a_session_that_took_two_boots_says_so() -> None:
     text = rendered(make_run(STEADY, info=lambda s: changes(s, boots=2 if s.id == "02-head" else 1)))
     assert "| 02-head (2 boots) | 2.5 |" in text and "| 01-base | 2.5 |" in text
+
+
+def test_the_report_of_a_stopped_run_says_so_first_with_base_before_head_and_what_to_do() -> None:
+    run = make_run({"base": [2000, 2001], "head": [4000, 4001]})
+    cut = changes(
+        run,
+        plan=changes(run.plan, order=["head", "base", "base", "head"]),
+        sessions=[session for session in run.sessions if session.id != "03-head"],
+        records=[record for record in run.records if record.session != "03-head"],
+    )
+    lines = rendered(cut).splitlines()
+    assert lines[0].startswith("### ⚖️ gate: unfinished, 3 of 4 planned sessions measured · 0 regressions,")
+    assert "2+1 sessions begun of 2+2 planned" in lines[2]
+    told = "*unfinished*: 3 of 4 planned sessions measured; finish the run with `gate compare --resume`."
+    assert f"**What you need to do:** nothing blocks (exit 2: undecided). {told}" in lines
+    (row,) = [line for line in lines if line.startswith("| T2T@1 tok/s ↑ |")]
+    assert row.endswith("| – | – | no verdict: 3 of 4 planned sessions measured; finish with --resume |")
+    alone = make_run({"base": [2000, 2010]})
+    alone = changes(alone, sessions=alone.sessions[:1], records=[r for r in alone.records if r.session == "01-base"])
+    assert rendered(alone).startswith("### ⚖️ gate: unfinished, 1 of 2 planned sessions measured · one arm measured")
+    assert f"**What you need to do:** {told.replace('3 of 4', '1 of 2')}" in rendered(alone).splitlines()
+
+
+def test_tokens_are_not_called_unmoved_before_base_has_run_twice() -> None:
+    run = make_run({"base": [2000, 2001], "head": [2000, 2001]})
+    early = changes(
+        run, sessions=run.sessions[:2], records=[r for r in run.records if r.session in ("01-base", "02-head")]
+    )
+    text = rendered(early)
+    assert "tokens: not judged yet" in text.splitlines()[0]
+    assert "Moved tokens are not judged before base has run twice." in text and "No token moved" not in text
+
+
+def test_an_interval_that_spans_a_factor_of_ten_is_no_interval() -> None:
+    wild = make_run({"base": [2000, 20000], "head": [2100, 15000]})
+    assert "| too few sessions for an interval | no verdict |" in rendered(wild)
+    assert "only over 100 %" in rendered(wild)
+    assert "too few sessions for an interval" not in rendered(make_run({"base": [2000, 2300], "head": [2100, 2400]}))
 
 
 if __name__ == "__main__":

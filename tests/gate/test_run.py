@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from gate import rundir
 from gate.arm import Arm, ArmChoice, ArmError
 from gate.cell import Cell
 from gate.client import Limits
+from gate.order import session_order
 from gate.run import carry_out, load_run, plan_only, resume, write_report
 from gate.rundir import RunDirError
 from gate.session import Refused
@@ -276,17 +279,96 @@ def test_session_files_are_replaced_whole(tmp_path: Path) -> None:
         assert json.loads(path.read_text())["problems"] == []
 
 
-def test_a_stopped_run_ends_at_a_cell_boundary_and_goes_on_in_its_own_slots(tmp_path: Path) -> None:
-    wish, notes = make_wish(tmp_path, {}, {}, sessions=1), Notes()
-    folder = carry_out(wish, notes, stop_after_s=0.0)
-    assert f"stopped by --stop-after; the rest: gate compare --resume {folder.path}" in notes.said
+class Hurried(Notes):
+    """Notes whose clock is a day ahead from the first step on that ends with `text`."""
+
+    def __init__(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.text, self.ahead_s = text, 0.0
+        monkeypatch.setattr("gate.run.time", self)
+
+    perf_counter_ns = staticmethod(time.perf_counter_ns)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def advance(self, done: int, total: int, text: str) -> None:
+        super().advance(done, total, text)
+        if text.endswith(self.text):
+            self.ahead_s = 86400.0
+
+
+def test_a_run_stopped_with_two_base_sessions_and_one_of_head_judges_no_speed_until_it_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = make_wish(
+        tmp_path, {}, {"token_ms": 20}, seed=next(s for s in range(99) if session_order(2, s) == BASE_INSIDE)
+    )
+    with monkeypatch.context() as hurried:
+        folder = carry_out(wish, Hurried("03-base T2T@2", hurried), stop_after_s=3600)
+    done = [session.id for session in folder.load().sessions]
+    assert done == ["01-head", "02-base", "03-base"]
+    for _ in range(2):  # when it stops, and from its files alone
+        found = write_report(rundir.existing(folder.path))
+        assert (found.code, {cell.verdict for cell in found.comparisons.cells}) == (2, {"no verdict"})
+    report, facts = folder.report.read_text(), json.loads((folder.path / "report.json").read_text())
+    assert report.startswith("### ⚖️ gate: unfinished, 3 of 4 planned sessions measured · 0 regressions,")
+    assert facts["headline"].startswith("gate: unfinished, 3 of 4 planned sessions measured")
+    assert report.count("no verdict: 3 of 4 planned sessions measured; finish with --resume |") == 2
+    notes = Notes()
+    whole = write_report(resume(folder.path, notes))
+    assert notes.said[0] == (
+        "left: 1 of 4 sessions (head), with 2 cells and 8 measured requests in all, at most 72 tokens"
+    )
+    assert not any("took" in said for said in notes.said)
+    assert (whole.code, {cell.verdict for cell in whole.comparisons.cells}) == (1, {"regression"})
+
+
+BASE_INSIDE = ["head", "base", "base", "head"]
+
+
+def test_a_session_that_cannot_reach_its_first_cells_end_in_time_is_not_booted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+    with monkeypatch.context() as hurried:
+        folder = carry_out(wish, Hurried("T2T@2", hurried), stop_after_s=3600)
+    (first,) = folder.load().sessions
+    folder.write_session(msgspec.structs.replace(first, boot_seconds=500.0))
+    notes = Notes()
+    resume(folder.path, notes, stop_after_s=300)
+    assert (notes.said[-1], notes.steps) == ("stopped by --stop-after", [])
+    resume(folder.path, notes, stop_after_s=900)
+    assert len(folder.load().sessions) == 2
+
+
+def test_what_is_left_is_said_with_the_name_of_the_session_that_was_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = make_wish(tmp_path, {}, {}, cells=("T2T@2",))
+    with monkeypatch.context() as hurried:
+        folder = carry_out(wish, Hurried("T2T@2", hurried), stop_after_s=3600)
+    notes = Notes()
+    order = resume(folder.path, notes).load().plan.order
+    assert f"left: 3 of 4 sessions ({' '.join(order[1:])}), with 3 cells" in notes.said[0]
+    (timed,) = [said for said in notes.said if "took" in said]
+    assert re.fullmatch(rf"session 02-{order[1]} took \d+ s; 2 sessions left, about \d+ s", timed)
+
+
+def test_a_stopped_run_ends_at_a_cell_boundary_and_goes_on_in_its_own_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish, notes = make_wish(tmp_path, {}, {}, sessions=1), Hurried("T2T@1", monkeypatch)
+    folder = carry_out(wish, notes, stop_after_s=3600)
+    assert notes.said[-1] == "stopped by --stop-after"
     (begun,) = folder.load().sessions
-    assert begun.slot == 0 and begun.problems == [] and folder.load().records == []
+    assert begun.slot == 0 and begun.problems == [] and {r.cell for r in folder.load().records} == {"T2T@1"}
     assert run_git(wish.repository, "worktree", "list").count("\n") == 0
+    monkeypatch.undo()
     whole = resume(folder.path, Notes()).load()
     assert [session.slot for session in whole.sessions] == [0, 1]
     assert len(whole.records) == 2 * 9 and all(record.ok for record in whole.records)
-    assert [session.boots for session in whole.sessions] == [1, 1]
+    assert [session.boots for session in whole.sessions] == [2, 1]
 
 
 def test_resuming_keeps_whole_sessions_and_the_commits_of_the_plan_though_head_has_moved(

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
-from gate.arm import Arm, ArmChoice, laid_out, make_model, weights_digest
+import gate.session
+from gate.arm import Arm, ArmChoice, Peer, laid_out, make_model, weights_digest
 from gate.host import Cores
-from gate.session import Boot, Refused, ServerError, check_identity, counter_changes, parse_metrics, serving
+from gate.session import (
+    Boot,
+    Refused,
+    Server,
+    ServerError,
+    UsageError,
+    check_identity,
+    counter_changes,
+    free_port,
+    parse_metrics,
+    peer_info,
+    serving,
+)
 from tests.gate.trees import make_tree
 
 
@@ -91,6 +106,44 @@ def test_a_server_that_never_gets_healthy_is_an_error_and_is_ended(tmp_path: Pat
     with pytest.raises(ServerError, match="not healthy after 2 s"), serving(arm, short, tmp_path / "server.log"):
         pass
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(boot.model) in (p.info["cmdline"] or [])]
+
+
+def test_a_server_that_refuses_its_arguments_after_a_long_log_is_quoted_by_its_last_line(tmp_path: Path) -> None:
+    arm, boot = make_arm(tmp_path, exit_at_start=64)
+    log = tmp_path / "server.log"
+    with log.open("wb") as file:
+        file.truncate(2**40)  # a hole of a TiB: nothing could read it whole
+    with pytest.raises(UsageError) as told, serving(arm, boot, log):
+        pass
+    assert told.value.words == "the fake gives up at once: no such switch"
+
+
+def test_a_url_that_has_died_costs_a_short_wait_and_not_a_whole_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate.session, "URL_WAIT_S", 0.5)
+    arm, boot = make_arm(tmp_path)
+    peer, began = Peer(arm.info, tmp_path, url=f"http://127.0.0.1:{free_port()}"), time.monotonic()
+    with pytest.raises(ServerError, match="was not healthy after"), serving(peer, boot, tmp_path / "server.log"):
+        pass
+    assert time.monotonic() - began < boot.boot_s / 4
+
+
+class Deep(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"[" * 100_000)
+
+
+def test_an_info_nested_too_deep_is_none_of_a_peer_and_an_error_of_a_tree(tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), Deep) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert peer_info(url) == {}
+        with pytest.raises(ServerError, match="/info did not answer with JSON"):
+            Server(url, None, tmp_path / "server.log", 0.0).info()
+        server.shutdown()
 
 
 def test_another_source_or_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -124,16 +124,20 @@ def test_values_without_a_logarithm_are_not_compared(base: list[float], head: li
 
 
 def test_holm_by_hand() -> None:
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}, 4) == pytest.approx(
         {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}
     )
-    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
-    assert holm({}) == {}
+    assert holm({"a": 0.6, "b": 0.7}, 2) == {"a": 1.0, "b": 1.0}
+    assert holm({}, 0) == {}
+
+
+def test_holm_counts_a_planned_test_without_a_p_value() -> None:
+    assert holm({"a": 0.01, "b": 0.03}, 4) == pytest.approx({"a": 0.04, "b": 0.09})
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(0.0, 1.0), max_size=9))
 def test_holm_never_makes_p_smaller_and_keeps_the_order(p_values: dict[str, float]) -> None:
-    adjusted = holm(p_values)
+    adjusted = holm(p_values, len(p_values))
 
     assert all(p_values[name] <= adjusted[name] <= 1.0 for name in p_values)
     ranked = sorted(p_values, key=lambda name: (p_values[name], name))

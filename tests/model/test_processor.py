@@ -6,6 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -136,7 +139,7 @@ def test_a_bare_prompt_gets_no_template(processor: Processor):
     "inputs",
     [
         Inputs(messages=[{"role": "user", "content": "x" * 2_000_000}]),
-        Inputs(messages=[{"role": "user", "content": [text_part("a"), text_part("x" * 2_000_000)]}]),
+        Inputs(messages=[{"role": "user", "content": [text_part("x"), text_part("x" * 1_999_999)]}]),
         Inputs(prompt="x" * 2_000_000),
     ],
     ids=["a message", "a part", "a prompt"],
@@ -145,6 +148,52 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(processor: 
     with pytest.raises(RequestError, match="2000000 characters") as refused:
         processor.complete(DRAFT, inputs)
     assert refused.value.field == inputs.prompt_field
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": "x" * 1000}] * 2000, "2000000 characters"),
+        ([{"role": "user", "content": ""}] * 4097, "4097 messages and parts"),
+        ([{"role": "user", "content": [text_part("")] * 4097}], "4097 messages and parts"),
+        ([{"role": "user", "content": ""}] * 4096, r"messages has \d{6} characters"),
+    ],
+    ids=["texts together", "messages", "parts", "what the template makes of them"],
+)
+def test_a_conversation_that_can_never_fit_is_refused_before_it_is_tokenized(
+    processor: Processor, messages: list, words: str
+):
+    with pytest.raises(RequestError, match=words) as refused:
+        processor.complete(DRAFT, Inputs(messages=messages))
+    assert (refused.value.field, refused.value.code) == ("messages", "too_long")
+
+
+def test_long_texts_are_tokenized_while_other_threads_run(processor: Processor):
+    gaps: list[float] = []
+    over = threading.Event()
+
+    def beat() -> None:
+        last = time.monotonic()
+        while not over.wait(0.002):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    began = time.monotonic()
+    ids = processor.token_ids("hello world " * 200_000)
+    took = time.monotonic() - began
+    over.set()
+    thread.join()
+    assert ids[: len(ids) // 200_000] == processor.tokenizer.encode("hello world ").ids[: len(ids) // 200_000]
+    assert max(gaps) < took / 2
+
+
+def test_white_space_is_a_text_and_nothing_is_not(processor: Processor):
+    assert " " in processor.tokenizer.decode(processor.complete(DRAFT, Inputs(text=" ")).prompt_ids)
+    with pytest.raises(RequestError, match="text is empty"):
+        processor.complete(DRAFT, Inputs(text=""))
 
 
 @pytest.mark.hf
@@ -188,6 +237,19 @@ def test_limits_that_were_not_asked_for_shrink_and_others_are_refused(processor:
     assert processor.complete(long, Inputs(text="Speak.", clamp_tokens=True)).max_tokens == 4096 - len(ids)
     with pytest.raises(RequestError, match=f"{len(ids)} prompt tokens leave {4096 - len(ids)} of this server's 4096"):
         processor.complete(long, Inputs(text="Speak."))
+
+
+def test_limits_that_were_not_asked_for_shrink_to_what_the_pages_hold(processor: Processor):
+    small = replace(processor, kv_positions=64)
+    draft = msgspec.structs.replace(DRAFT, speech=SPEECH)
+    done = small.complete(draft, Inputs(text="Speak.", clamp_tokens=True, clamp_frames=True))
+    user = user_tokens(done.prompt_ids, processor.config.ids)
+    assert done.max_tokens == 64 - len(done.prompt_ids)
+    assert done.speech is not None and done.speech.max_frames == 64 - 9 - user
+    assert small.complete(DRAFT, Inputs(text="Speak.")).max_tokens == 256  # the engine says why that is too much
+    with pytest.raises(RequestError, match=r"the prompt has \d+ tokens; this server takes 64 tokens") as refused:
+        small.complete(DRAFT, Inputs(text="word " * 100, clamp_tokens=True))
+    assert refused.value.field == "text"
 
 
 def test_the_talker_reads_user_turns_only(processor: Processor):

@@ -26,6 +26,7 @@ from engine.server import life
 from engine.server.cli import _listen
 
 MODEL_NAME = "paced"
+LIMITS = {"kv_pages": 2048, "page_size": 16}
 _USAGE = Usage(
     prompt_tokens=1, completion_tokens=1, audio_tokens_in=0, audio_seconds_in=0.0, audio_frames=0, audio_samples=0
 )
@@ -43,7 +44,7 @@ class PacedEngine:
 
     def run(self) -> None:
         """Play until the front says Shutdown or is gone."""
-        self.link.send(msgspec.msgpack.encode(Hello(str(engine.__file__), {}, "0", 0.0)))
+        self.link.send(msgspec.msgpack.encode(Hello(str(engine.__file__), {"limits": LIMITS}, "0", 0.0)))
         parent, due = os.getppid(), time.perf_counter()
         while os.getppid() == parent:
             if not self._hear(due):

@@ -20,7 +20,6 @@ AUDIO_PAD = "<|audio_pad|>"
 FIELDS: list[tuple[dict, str | None, str]] = [
     ({}, "text", "give `text` or `prompt_token_ids`"),
     ({"text": ""}, "text", "empty"),
-    ({"text": " \n\t"}, "text", "empty"),
     ({"text": None}, "text", "give `text`"),
     ({"text": 5}, "text", "valid string"),
     ({"text": ["a"]}, "text", "valid string"),
@@ -69,7 +68,7 @@ FIELDS: list[tuple[dict, str | None, str]] = [
     ({"text": "a", "top_p": NAN}, "top_p", "finite"),
     ({"text": "a", "top_k": -1}, "top_k", "greater than or equal to 0"),
     ({"text": "a", "top_k": 2.5}, "top_k", "integer"),
-    ({"text": "a", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"text": "a", "repetition_penalty": 1e-38}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"text": "a", "repetition_penalty": NAN}, "repetition_penalty", "finite"),
     ({"text": "a", "min_p": -0.1}, "min_p", "greater than or equal to 0"),
     ({"text": "a", "min_p": 1.1}, "min_p", "less than or equal to 1"),

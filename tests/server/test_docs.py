@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.server import openai
+from engine.server import front, openai
 from engine.server.protocol import GenerateFields, SpeechFields
 from tests.server.serving import Server, environment, serving
 from tests.shared import REPOSITORY
@@ -90,6 +90,17 @@ def test_every_field_of_generate_is_in_the_manual():
     table = API[API.index("### Fields") : API.index("### Answers")]
     for name in [*GenerateFields.model_fields, *SpeechFields.model_fields]:
         assert f"`{name}`" in table, name
+
+
+def test_every_code_of_an_error_is_in_the_manual():
+    sources = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "engine").rglob("*.py"))]
+    codes = {code for source in sources for code in re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)}
+    # No client chooses an id. The codes that are added are not written as keywords.
+    codes = codes - {"duplicate_id"} | {"invalid_value", "not_found", "bad_request", "invalid_audio", "truncated_audio"}
+    codes |= front._UNREADY.keys() - {front.OK}
+    assert len(codes) > 30
+    table = API[API.index("### Errors") : API.index("## The OpenAI interface")]
+    assert [code for code in sorted(codes) if f"`{code}`" not in table] == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 from tests.server.serving import Server, gone, serving, wait_until
 
 LONG = {"text": "Count to a thousand.", "max_tokens": 4000, "ignore_eos": True}
+SHUTTING_DOWN = {"error": {"message": "the server is shutting down", "field": None, "code": "shutting_down"}}
 END_S = 3.0  # how long an end may take beside the drain
 
 
@@ -75,13 +76,28 @@ def test_what_is_left_after_the_drain_ends_with_an_error_and_is_counted(tiny_che
         replies = opened(server, 4, **LONG)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert [last_line(reply)["error"]["message"] for reply in replies] == ["the server is shutting down"] * 4
+        assert [last_line(reply) for reply in replies] == [SHUTTING_DOWN] * 4
         assert time.monotonic() - began > 1
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < 1 + END_S
         assert wait_until(lambda: all(gone(child.pid) for child in children), 2)
-        assert "omni: open requests cut: 4\n" in server.text()
+        assert "omni: draining: 4 open requests, up to 1 s\nomni: cut: 4 open requests\n" in server.text()
         assert "Traceback" not in server.text()
+
+
+def test_a_body_that_is_still_on_its_way_after_the_drain_is_told(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log", "--drain-seconds", "0.5") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+            half.sendall(
+                b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
+            assert wait_until(lambda: server.metrics()["http_open"] == 1, 5)
+            server.process.send_signal(signal.SIGTERM)
+            reply = http.client.HTTPResponse(half)
+            reply.begin()
+            assert (reply.status, json.loads(reply.read())) == (503, SHUTTING_DOWN)
+        assert server.process.wait(10) == 0
+        assert "cut: 1 open request" in server.text() and "Traceback" not in server.text()
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -92,10 +108,10 @@ def test_a_second_signal_ends_a_drain_at_once(tiny_checkpoint: Path, tmp_path: P
         assert wait_until(lambda: drains(server), 2)
         began = time.monotonic()
         server.process.send_signal(second)
-        assert last_line(reply)["error"]["message"] == "the server is shutting down"
+        assert last_line(reply) == SHUTTING_DOWN
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < END_S
-        assert "omni: open requests cut: 1\n" in server.text()
+        assert "omni: draining: 1 open request, up to 30 s\nomni: cut: 1 open request\n" in server.text()
 
 
 def test_an_idle_server_ends_at_once(tiny_checkpoint: Path, tmp_path: Path):
@@ -104,6 +120,7 @@ def test_an_idle_server_ends_at_once(tiny_checkpoint: Path, tmp_path: Path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < END_S
+        assert "draining" not in server.text()
 
 
 def test_a_client_that_leaves_ends_the_drain(tiny_checkpoint: Path, tmp_path: Path):

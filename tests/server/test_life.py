@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -137,6 +138,23 @@ def test_a_request_that_can_never_fit_the_pages_is_a_400_and_not_a_hang(tiny_che
         assert server.get("/info")[1]["limits"]["max_audio_seconds"] == 77
 
 
+def test_a_limit_that_was_not_asked_for_shrinks_to_the_pages_that_there_are(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log", "--kv-pages", "4") as server:
+        usage = server.answer(text="a", ignore_eos=True)["usage"]
+        assert usage["prompt_tokens"] + usage["completion_tokens"] == 4 * 16
+        speech = {"ignore_eos": True}
+        usage = server.answer(text="a", ignore_eos=True, output=["text", "audio"], speech=speech)["usage"]
+        assert 16 < usage["audio_frames"] < 4 * 16
+        status, answer = server.post({"text": "a", "output": ["audio"], "speech": {"max_frames": 100}})
+        assert (status, answer["error"]["field"]) == (400, "speech.max_frames")
+        status, answer = server.post({"text": "a" * 100})
+        assert (status, answer["error"]["field"]) == (400, "text")
+        assert "this server takes 64 tokens a request" in answer["error"]["message"]
+        chat = {"model": tiny_checkpoint.name, "messages": [{"role": "user", "content": "a"}]}
+        headers = {"Content-Type": "application/json"}
+        assert server.request("POST", "/v1/chat/completions", json.dumps(chat).encode(), headers)[0] == 200
+
+
 def test_switches_show_in_info_and_leave_the_text_alone(server: Server, tiny_checkpoint: Path, tmp_path: Path):
     with serving(tiny_checkpoint, tmp_path / "log", "--disable", "batching, text_walk") as other:
         switches = other.get("/info")[1]["switches"]
@@ -152,6 +170,7 @@ def test_health_says_starting_before_it_says_ok(tiny_checkpoint: Path, tmp_path:
     with started(tmp_path / "log", str(tiny_checkpoint), "--port", str(port)) as server:
         server.port = port
         seen: list[tuple[int, str]] = []
+        told: list[tuple[str, int, float]] = []
 
         def ok() -> bool:
             try:
@@ -160,14 +179,30 @@ def test_health_says_starting_before_it_says_ok(tiny_checkpoint: Path, tmp_path:
                 return False
             seen.append((status, answer["status"]))
             if status != 200:
-                assert server.post({"text": "a"})[1]["error"]["code"] == "starting"
-                assert server.get("/info")[0] == 503
-                assert server.metrics()["engine_answered"] == 0
+                refused, info, metrics = server.post({"text": "a"}), server.get("/info"), server.metrics()
+                if server.get("/health")[0] != 200:  # it did not become ready in between
+                    told.append((refused[1]["error"]["code"], info[0], metrics["engine_answered"]))
             return status == 200
 
         assert wait_until(ok, 90)
+        assert told and set(told) == {("starting", 503, 0)}
         assert seen[0] == (503, "starting")
         assert seen[-1] == (200, "ok")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_engine_starts_ends_quietly_with_0(tmp_path: Path, number: signal.Signals):
+    with started(tmp_path / "log", "--port", "0") as server:
+        status = Path(f"/proc/{server.process.pid}/status")
+
+        def catches_signals() -> bool:
+            caught = re.search(r"SigCgt:\s*(\w+)", status.read_text())
+            return bool(caught and int(caught[1], 16) & (1 << (signal.SIGTERM - 1)))
+
+        assert wait_until(catches_signals, 30)
+        server.process.send_signal(number)
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.text()
 
 
 def test_an_interrupt_under_load_ends_streams_with_an_error_and_the_process_with_0(
@@ -180,8 +215,11 @@ def test_an_interrupt_under_load_ends_streams_with_an_error_and_the_process_with
             reply.readline()
         began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
-        last = [json.loads(reply.read().splitlines()[-1]) for reply in replies]
-        assert [line["error"]["message"] for line in last] == ["the server is shutting down"] * 4
+        last = [json.loads(reply.read().splitlines()[-1])["error"] for reply in replies]
+        assert [(error["message"], error["code"]) for error in last] == [
+            ("the server is shutting down", "shutting_down")
+        ] * 4
+        assert "omni: cut: 4 open requests\n" in server.text() and "draining" not in server.text()
         assert server.process.wait(10) == 0
         assert time.monotonic() - began < 5
         assert wait_until(lambda: gone(engine), 2)
@@ -289,8 +327,8 @@ def test_a_port_in_use_is_one_line_and_1(server: Server, tiny_checkpoint: Path):
         (("serve", "--device", "cuda"), 64, "--device 'cuda' is not served yet"),
         (("serve", "--prot", "1"), 64, "--prot"),
         (("serve", "--max-queue", "-1"), 64, "--max-queue"),
-        (("serve", "--wedge-seconds", "nan"), 64, "--wedge-seconds must be above 0, is nan"),
-        (("serve", "--drain-seconds", "-1"), 64, "--drain-seconds must be at least 0, is -1"),
+        (("serve", "--wedge-seconds", "nan"), 64, "--wedge-seconds must be above 0 and finite, is nan"),
+        (("serve", "--drain-seconds", "-1"), 64, "--drain-seconds must be at least 0 and finite, is -1"),
         (("serve", "--api-key", ""), 64, "a key of --api-key or WALKGATE_API_KEY is empty"),
         (("serv",), 64, "serv"),
         (("tiny",), 64, "--out"),
@@ -409,3 +447,7 @@ def test_help_has_examples():
         assert "omni" in done.stdout
         assert "python" not in done.stdout
         assert not words or "Example" in done.stdout
+        if words == ("serve",):
+            assert all(
+                path in done.stdout for path in ("/v1/chat/completions", "/v1/audio/speech", "/generate", "/metrics")
+            )

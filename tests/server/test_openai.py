@@ -74,6 +74,14 @@ def test_a_chat_says_what_generate_says_and_counts_the_same(client: OpenAI, serv
     assert usage.prompt_tokens_details.audio_tokens == usage.completion_tokens_details.audio_tokens == 0
 
 
+def test_white_space_is_a_text_on_both_doors(client: OpenAI, server: Server):
+    messages = [{"role": "user", "content": " \n"}]
+    answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=4, **GREEDY)
+    same = server.answer(text=" \n", max_tokens=4, ignore_eos=True)
+    assert answer.choices[0].message.content == same["text"]
+    assert answer.usage.prompt_tokens == same["usage"]["prompt_tokens"]
+
+
 def test_a_stream_brings_role_text_end_and_usage_in_this_order(client: OpenAI):
     whole = chat(client, max_tokens=12, **GREEDY)
     chunks = list(chat(client, max_tokens=12, **GREEDY, stream=True, stream_options={"include_usage": True}))

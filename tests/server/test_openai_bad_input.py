@@ -89,7 +89,7 @@ CHAT: list[tuple[dict, str | None, str]] = [
     ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
     ({"frequency_penalty": 2.1}, "frequency_penalty", "less than or equal to 2"),
     ({"presence_penalty": -2.1}, "presence_penalty", "greater than or equal to -2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"logit_bias": {"65": 101}}, "logit_bias.65", "less than or equal to 100"),
     ({"logit_bias": {"a": 1}}, "logit_bias.a", "match pattern"),
     ({"logit_bias": {"512": 1}}, "logit_bias", "512; ids of this model are 0 to 511"),

@@ -101,6 +101,21 @@ def test_a_killed_engine_ends_a_stream_with_an_error_within_two_seconds(tiny_che
         assert server.process.wait(5) == 70
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_interrupt_ends_a_request_as_a_server_that_shuts_down(tiny_checkpoint: Path, tmp_path: Path, stream: bool):
+    with serving(tiny_checkpoint, tmp_path / "log") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"model": NAME, "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        assert wait_until(lambda: server.metrics()["requests_running"] == 1, 5)
+        server.process.send_signal(signal.SIGINT)
+        reply = connection.getresponse()
+        assert reply.status == (200 if stream else 503)
+        error = json.loads(events(reply)[-1])["error"]
+        assert (error["type"], error["code"]) == ("server_error", "shutting_down")
+        assert server.process.wait(5) == 0
+
+
 @pytest.fixture(scope="module")
 def narrow(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that takes three requests at once, from those who know its key."""

@@ -15,10 +15,11 @@ from engine.server import sound
 from engine.server.failure import error_for
 from engine.server.fields import checked, from_base64
 from engine.server.openai import ChatFields, SpeechFields, TranscriptionFields
-from engine.server.openai_work import choice_seed, renamed
+from engine.server.openai_work import _from_url, choice_seed, renamed
 
 PCM = (np.sin(np.arange(24000) / 10) * 9000).astype("<i2").tobytes()
 USER = {"role": "user", "content": "a"}
+MARKS = 1000
 
 
 def test_a_wav_is_what_the_standard_library_reads():
@@ -77,24 +78,24 @@ def test_errors_are_told_in_the_clients_own_names(message: str, field: str, told
 def test_null_counts_as_not_given_at_any_depth():
     body = {"model": "m", "temperature": None, "audio": None, "tools": None, "unknown": None}
     body["messages"] = [USER | {"name": None, "tool_calls": None}]
-    fields = checked(ChatFields, json.dumps(body).encode())
+    fields = checked(ChatFields, json.dumps(body).encode(), MARKS)
     assert fields.model_fields_set == {"model", "messages"}
     assert fields.messages[0].model_fields_set == {"role", "content"}
 
 
 def test_an_unserved_field_passes_only_with_a_value_that_asks_for_nothing():
     good = {"model": "m", "input": "a"}
-    assert checked(SpeechFields, json.dumps(good | {"speed": 1}).encode()).input == "a"
-    assert checked(SpeechFields, json.dumps(good | {"speed": 1.0}).encode()).input == "a"
+    assert checked(SpeechFields, json.dumps(good | {"speed": 1}).encode(), MARKS).input == "a"
+    assert checked(SpeechFields, json.dumps(good | {"speed": 1.0}).encode(), MARKS).input == "a"
     for speed in (0.5, True, "1"):
         with pytest.raises(RequestError, match="another speed than 1 is not served"):
-            checked(SpeechFields, json.dumps(good | {"speed": speed}).encode())
+            checked(SpeechFields, json.dumps(good | {"speed": speed}).encode(), MARKS)
 
 
 def test_the_default_format_of_speech_is_wav_and_pcm16_in_a_stream():
     def format_of(**more: object) -> str:
         body = {"model": "m", "messages": [USER], "modalities": ["text", "audio"]} | more
-        fields = checked(ChatFields, json.dumps(body).encode())
+        fields = checked(ChatFields, json.dumps(body).encode(), MARKS)
         fields.check()
         return fields.audio_format
 
@@ -102,7 +103,7 @@ def test_the_default_format_of_speech_is_wav_and_pcm16_in_a_stream():
 
 
 def test_base64_comes_bare_in_lines_or_as_a_data_url():
-    for text in ("QUJD", "QU\nJD\n", "data:;base64,QUJD", "data:audio/wav;base64,QUJD"):
+    for text in ("QUJD", "QU\nJD\n", "data:;base64,QUJD", "data:audio/wav;base64,QUJD", "DATA:audio/wav;BASE64,QUJD"):
         assert from_base64(text, "x") == b"ABC"
     for text in ("data:audio/wav,ABC", "data:base64,QUJD", "QUJ", "é"):
         with pytest.raises(RequestError) as refused:
@@ -110,9 +111,25 @@ def test_base64_comes_bare_in_lines_or_as_a_data_url():
         assert refused.value.field == "x"
 
 
+def test_an_audio_url_is_read_whatever_its_case():
+    for url in ("DATA:Audio/WAV;BASE64,QUJD", "data:;base64,QUJD", "Data:audio/wav,%41BC"):
+        assert _from_url(url, "x") == b"ABC"
+    with pytest.raises(RequestError, match="says that it is image/png; audio/… is served"):
+        _from_url("data:IMAGE/png;base64,QUJD", "x")
+
+
+def test_json_may_hold_so_many_brackets_colons_and_commas():
+    body = b'{"model": "m", "input": "[:,"}'
+    assert checked(SpeechFields, body, 7).input == "[:,"
+    with pytest.raises(
+        RequestError, match="the body holds 7 brackets, colons and commas; this server reads 6 in a req"
+    ):
+        checked(SpeechFields, body, 6)
+
+
 def test_a_form_has_no_field_of_another_route():
     with pytest.raises(RequestError, match="no such field"):
-        checked(TranscriptionFields, b'{"model": "m", "voice": "ethan"}')
+        checked(TranscriptionFields, b'{"model": "m", "voice": "ethan"}', MARKS)
 
 
 @pytest.mark.parametrize(

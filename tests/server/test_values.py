@@ -24,8 +24,9 @@ from engine.config import (
     default_dtype,
     switches_off,
 )
-from engine.metrics import FrontCounters, prometheus_text
+from engine.metrics import FrontCounters
 from engine.server import cli, front
+from engine.server.exposition import prometheus_text
 from engine.server.source import git_commit, source_digest, versions
 from tests.server.serving import environment
 from tests.shared import REPOSITORY
@@ -72,10 +73,11 @@ def test_a_setting_that_cannot_be_is_refused(wrong: dict, words: str):
         ({"max_body_mb": 0}, "--max-body-mb must be 1 to 4096, is 0"),
         ({"max_body_mb": 5000}, "--max-body-mb must be 1 to 4096, is 5000"),
         ({"max_audio_seconds": 0}, "--max-audio-seconds must be at least 1, is 0"),
-        ({"wedge_seconds": 0.0}, "--wedge-seconds must be above 0, is 0"),
-        ({"wedge_seconds": math.nan}, "--wedge-seconds must be above 0, is nan"),
-        ({"drain_seconds": -0.5}, "--drain-seconds must be at least 0, is -0.5"),
-        ({"drain_seconds": math.inf}, "--drain-seconds must be at least 0, is inf"),
+        ({"wedge_seconds": 0.0}, "--wedge-seconds must be above 0 and finite, is 0"),
+        ({"wedge_seconds": math.nan}, "--wedge-seconds must be above 0 and finite, is nan"),
+        ({"wedge_seconds": math.inf}, "--wedge-seconds must be above 0 and finite, is inf"),
+        ({"drain_seconds": -0.5}, "--drain-seconds must be at least 0 and finite, is -0.5"),
+        ({"drain_seconds": math.inf}, "--drain-seconds must be at least 0 and finite, is inf"),
         ({"served_model_name": " "}, "--served-model-name is empty"),
         ({"api_keys": ("good", "")}, "a key of --api-key or WALKGATE_API_KEY is empty"),
         ({"api_keys": ("two\nlines",)}, "a key of --api-key or WALKGATE_API_KEY is empty"),
@@ -185,7 +187,7 @@ def test_versions_name_the_tree_and_the_libraries():
 
 def test_totals_are_counters_and_everything_else_is_a_gauge():
     counters = FrontCounters(http_requests=3, http_open=1).values()
-    text = prometheus_text({**counters, "slots_free": 7.0})
+    text = prometheus_text({**counters, "slots_free": 7.0}, {})
     assert "# TYPE walkgate_http_requests_total counter\nwalkgate_http_requests_total 3.0\n" in text
     assert "# TYPE walkgate_slots_free gauge\nwalkgate_slots_free 7.0\n" in text
     assert "walkgate_http_open 1.0\n" in text

@@ -45,7 +45,7 @@ def test_an_engine_that_stands_still_is_wedged_until_it_goes_on(tiny_checkpoint:
             assert time.monotonic() - began > LIMIT_S
             answer = server.get("/health")[1]
             assert answer["open_requests"] == 1
-            assert LIMIT_S < answer["silent_seconds"] < LIMIT_S + 2
+            assert LIMIT_S <= answer["silent_seconds"] < LIMIT_S + 2  # rounded to a tenth
             status, refused = server.post({"text": "a"})
             assert (status, refused["error"]["code"]) == (503, "wedged")
         finally:
