@@ -18,6 +18,7 @@ SWITCHES = (
 # A CPU has finished a step when its launch returns: there a step launched ahead only delays the token of the one before.
 OFF_BY_DEFAULT = {"cpu": frozenset({"launch_ahead"})}
 DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 # Devices that the operations of engine/kernels exist for.
 DEVICES = ("cpu",)
 # Prompt positions of a step on a CPU: two or three decode steps long with the small model.
@@ -39,7 +40,8 @@ class EngineSettings:
 
     `max_model_len` counts prompt and generated tokens of one request, `page_size` positions of a KV page, `max_batch`
     requests at once, `prefill_chunk` prompt positions of a step, `chunk_frames` the frames of one pass of Code2Wav, `threads`
-    the engine's threads on a CPU. `disabled` names switches (of SWITCHES) that are off. Raises SettingError.
+    the engine's threads on a CPU. `load_format` "dummy" draws the weights instead of reading them. `disabled` names switches
+    (of SWITCHES) that are off. Raises SettingError.
     """
 
     max_model_len: int | None = None
@@ -53,6 +55,7 @@ class EngineSettings:
     chunk_frames: int = 4
     prefill_chunk: int = PREFILL_CHUNK
     phase_timing: bool = False
+    load_format: str = "auto"
 
     def __post_init__(self) -> None:
         wanted = {
@@ -79,6 +82,8 @@ class EngineSettings:
             raise SettingError(f"--device {self.device!r} is not served yet; there is {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise SettingError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        if self.load_format not in LOAD_FORMATS:
+            raise SettingError(f"--load-format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}")
         check_switches(self.disabled)
 
 

@@ -20,7 +20,6 @@ from engine.model.tiny import (
     write_texts,
 )
 
-NAME = "qwen3-omni-30b-a3b"
 # Ids of the released tokenizer: the special tokens, and the words that name a turn's speaker.
 SPECIAL_IDS = dict(zip(SPECIALS, [151643, 151644, 151645, *range(151652, 151657), *range(151667, 151676)], strict=True))
 WORD_IDS = {"system": 8948, "user": 872, "assistant": 77091}

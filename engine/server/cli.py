@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 EXIT_FAILED, EXIT_USAGE = 1, 64
 _BACKLOG = 2048
 _TINY_NAME = "omni-tiny"
+SHAPES_NAME = "qwen3-omni-30b-a3b"
 # Typer keeps the class of usage errors to itself; it is the base of the one that it exports.
 _UsageError = typer.BadParameter.__bases__[0]
 
@@ -55,7 +57,10 @@ app = typer.Typer(
 
 Model = Annotated[
     Path | None,
-    typer.Argument(help="A checkpoint folder. Without one, a small checkpoint with random weights is made and cached."),
+    typer.Argument(
+        help="A checkpoint folder. Without one, a small checkpoint with random weights is made and cached. "
+        f"{SHAPES_NAME} names the released shapes, for --load-format dummy."
+    ),
 ]
 
 
@@ -70,6 +75,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8000,
     device: Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)}.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto suits the device.")] = "auto",
+    load_format: Annotated[
+        str, typer.Option(help="auto reads the folder's tensors; dummy draws them, so the folder needs none.")
+    ] = "auto",
     disable: Annotated[str, typer.Option(help=f"Switches to turn off, comma-separated: {', '.join(SWITCHES)}.")] = "",
     enable: Annotated[
         str, typer.Option(help="Switches to turn on that are off on this device: launch_ahead on a CPU.")
@@ -128,6 +136,7 @@ def serve(
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
         phase_timing=phase_timing,
+        load_format=load_format,
     )
     settings = ServerSettings(
         engine=engine,
@@ -136,9 +145,11 @@ def serve(
         drain_seconds=drain_seconds,
         max_body_mb=max_body_mb,
         max_audio_seconds=max_audio_seconds,
-        served_model_name=_TINY_NAME if model is None and served_model_name is None else served_model_name,
+        served_model_name=served_model_name or _built_in_name(model),
         api_keys=api_keys(api_key or ()),
     )
+    if str(model) == SHAPES_NAME and load_format != "dummy":
+        raise SettingError(f"{SHAPES_NAME} has no weights; add --load-format dummy, or name a checkpoint folder")
     listener = _listen(host, port)
     folder = _model_folder(model)
     config = _checked(folder, settings)
@@ -221,32 +232,60 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _model_folder(model: Path | None) -> Path:
-    """The absolute folder of the model that was named, or of the small checkpoint, made on first use."""
-    if model is not None:
-        if not model.is_dir():
-            raise CheckpointError(
-                f"{model} is not a folder; name a checkpoint folder, or none for the small checkpoint"
-            )
+    """The absolute folder of the model that was named, or of a built-in one, made on first use."""
+    if model is not None and model.is_dir():
         return model.resolve()
-    # Keyed by the source that makes it, so that a changed recipe never meets an old folder.
-    recipe = hashlib.sha256((package_folder() / "model" / "tiny.py").read_bytes()).hexdigest()[:12]
-    folder = cache_folder() / f"tiny-{recipe}"
+    if model is None:
+        folder = cache_folder() / f"tiny-{_recipe('tiny.py')}"
+    elif str(model) == SHAPES_NAME:
+        folder = cache_folder() / f"{SHAPES_NAME}-{_recipe('tiny.py', 'released.py')}"
+    else:
+        raise CheckpointError(
+            f"{model} is not a folder; name a checkpoint folder, {SHAPES_NAME} for its shapes without weights, or none for "
+            f"the small checkpoint"
+        )
     if not folder.is_dir():
-        _make_tiny(folder, seed=0)
+        if model is None:
+            _make_tiny(folder, seed=0)
+        else:
+            _make_shapes(folder)
     return folder
 
 
+def _built_in_name(model: Path | None) -> str | None:
+    """What a built-in model is called; None for a folder, which has a name of its own."""
+    if model is None:
+        return _TINY_NAME
+    return SHAPES_NAME if str(model) == SHAPES_NAME else None
+
+
+def _recipe(*sources: str) -> str:
+    """A key of the sources that make a built-in model, so that a changed recipe never meets an old folder."""
+    content = b"".join((package_folder() / "model" / source).read_bytes() for source in sources)
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def _make_tiny(folder: Path, seed: int) -> None:
-    """Make the folder whole or not at all: it is written beside its place and renamed."""
     from engine.model.tiny import write_tiny
 
+    _make(folder, lambda draft: write_tiny(draft, seed=seed))
+
+
+def _make_shapes(folder: Path) -> None:
+    from engine.model.released import write_released
+
+    _make(folder, write_released)
+
+
+def _make(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder whole or not at all: it is written beside its place and renamed."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise WalkgateError(f"can't write {folder}: {error.strerror or error}") from None
     try:
-        write_tiny(draft, seed=seed)
+        write(draft)
         draft.chmod(0o755)
         os.rename(draft, folder)
     except OSError as error:

@@ -123,7 +123,13 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     torch.set_num_threads(settings.threads)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     token_bytes = TokenBytes(load_tokenizer(model_folder))
-    model = load_model(model_folder, device=settings.device, dtype=dtype, chunk_frames=settings.chunk_frames)
+    model = load_model(
+        model_folder,
+        device=settings.device,
+        dtype=dtype,
+        chunk_frames=settings.chunk_frames,
+        dummy=settings.load_format == "dummy",
+    )
     try:
         return Engine(model, settings, token_bytes.of), model.weights_digest
     except (MemoryError, RuntimeError) as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
+from engine.model.weights import dummy_digest
 from engine.phases import PHASES
-from tests.server.serving import serving
+from tests.server.serving import command, environment, serving
 
 
 def test_phase_timing_launch_ahead_and_small_chunks_show_in_metrics_and_change_no_token(
@@ -28,3 +31,23 @@ def test_phase_timing_launch_ahead_and_small_chunks_show_in_metrics_and_change_n
     for phase in PHASES:
         assert metrics[f"phase_{phase}_wall_seconds_total"] > 0
         assert metrics[f"phase_{phase}_cpu_ms_per_step"] >= 0
+
+
+def test_a_folder_without_tensors_is_served_with_weights_drawn_for_it(tiny_checkpoint: Path, tmp_path: Path):
+    folder = tmp_path / "shapes"
+    shutil.copytree(tiny_checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    answers = []
+    for boot in range(2):
+        with serving(folder, tmp_path / f"log{boot}", "--load-format", "dummy") as server:
+            answers.append(server.answer(text="What is drawn?", max_tokens=12, ignore_eos=True, top_logprobs=2))
+            assert server.get("/info")[1]["weights_digest"] == dummy_digest(folder)
+    assert answers[0] == answers[1]
+
+
+def test_the_released_shapes_are_known_by_name_and_need_no_weights_to_be_described(tmp_path: Path):
+    cache = environment(XDG_CACHE_HOME=str(tmp_path))
+    told = subprocess.run(command("info", "qwen3-omni-30b-a3b"), env=cache, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "layers 48" in told.stdout and "vocab 152064" in told.stdout
+    words = command("serve", "qwen3-omni-30b-a3b", "--port", "0")
+    refused = subprocess.run(words, env=cache, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 64 and "add --load-format dummy" in refused.stderr
