@@ -13,6 +13,7 @@ from engine.model.tiny import (
     WHOLE_WORDS,
     byte_letters,
     generation,
+    plain_layers,
     preprocessor,
     role_merges,
     tokenizer_config,
@@ -39,20 +40,9 @@ def _vocab() -> dict[str, int]:
     return vocab
 
 
-def _attention(heads: int, kv_heads: int, theta: float) -> dict[str, object]:
-    return {
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": theta,
-    }
-
-
 def _experts(heads: int, kv_heads: int) -> dict[str, object]:
     return {
-        **_attention(heads, kv_heads, 1000000.0),
+        **plain_layers(heads, kv_heads, 1000000.0),
         "decoder_sparse_step": 1,
         "head_dim": 128,
         "max_position_embeddings": 65536,
@@ -148,7 +138,7 @@ def _talker() -> dict[str, object]:
         "shared_expert_intermediate_size": 768,
     }
     predictor = {
-        **_attention(16, 8, 1000000.0),
+        **plain_layers(16, 8, 1000000.0),
         "model_type": "qwen3_omni_moe_talker_code_predictor",
         "head_dim": 128,
         "hidden_size": 1024,
@@ -180,7 +170,7 @@ def _talker() -> dict[str, object]:
 
 def _code2wav() -> dict[str, object]:
     return {
-        **_attention(16, 16, 10000.0),
+        **plain_layers(16, 16, 10000.0),
         "codebook_size": 2048,
         "decoder_dim": 1536,
         "hidden_size": 1024,

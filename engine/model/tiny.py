@@ -225,7 +225,8 @@ def generation(ids: dict[str, int]) -> dict[str, object]:
     }
 
 
-def _plain_layers(heads: int, kv_heads: int, theta: float) -> dict[str, object]:
+def plain_layers(heads: int, kv_heads: int, theta: float) -> dict[str, object]:
+    """The keys of `config.json` that every stack of layers has."""
     return {
         "attention_bias": False,
         "hidden_act": "silu",
@@ -239,7 +240,7 @@ def _plain_layers(heads: int, kv_heads: int, theta: float) -> dict[str, object]:
 def _expert_layers() -> dict[str, object]:
     rope = {"rope_type": "default", "type": "default", "interleaved": True, "mrope_section": [6, 5, 5]}
     return {
-        **_plain_layers(4, 2, 1000000.0),
+        **plain_layers(4, 2, 1000000.0),
         "decoder_sparse_step": 1,
         "head_dim": 32,
         "max_position_embeddings": 4096,
@@ -322,7 +323,7 @@ def _talker(media: dict[str, object]) -> dict[str, object]:
         "shared_expert_intermediate_size": 40,
     }
     predictor = {
-        **_plain_layers(4, 2, 1000000.0),
+        **plain_layers(4, 2, 1000000.0),
         "model_type": "qwen3_omni_moe_talker_code_predictor",
         "head_dim": 32,
         "hidden_size": 48,
@@ -354,7 +355,7 @@ def _talker(media: dict[str, object]) -> dict[str, object]:
 
 def _code2wav() -> dict[str, object]:
     return {
-        **_plain_layers(4, 4, 10000.0),
+        **plain_layers(4, 4, 10000.0),
         "codebook_size": CODES,
         "decoder_dim": 32,
         "hidden_size": 32,
