@@ -13,6 +13,9 @@ import torch
 from filelock import FileLock
 
 torch.set_num_threads(1)
+# Triton reads it when it is imported, which transformers does too: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 4
+# An id that stands for a row of the media states.
+MEDIA = -(1 << 31)
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Pages and positions of one step over n token rows and R segments; laid out by `make_plan`.
+    """Pages and positions of one step over n token rows and R segments; laid out by `make_plan` or `host_plan`.
 
     `positions` [3, n] float32 (axes t, h, w); `write` [n] int64, the flat cache place (page * page_size + offset) of each
     row; `last` [R] int64, the token row that ends each segment; `page_size` in positions; `layout` is what the device's
@@ -46,11 +49,16 @@ class Plan:
 
 
 def make_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, device: str | torch.device) -> Plan:
-    """Lay out one step over `segments`, whose token rows follow one another, with `positions` [3, n] float32.
+    """Lay out one step over `segments`, whose token rows follow one another, with `positions` [3, n] float32, on `device`.
 
-    `page_size` is a multiple of BLOCK. Every tensor of the Plan lies on `device`. Raises ValueError when a segment has too
-    few pages or the offsets leave a gap.
+    `page_size` is a multiple of BLOCK. Raises ValueError when a segment has too few pages or the offsets leave a gap.
     """
+    ops = ops_for(device)
+    return ops.upload(host_plan(segments, positions, page_size, ops))
+
+
+def host_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, ops: Ops) -> Plan:
+    """What `make_plan` does with `positions` [3, n], left on the host: `Ops.upload` or a captured step takes it to the device."""
     if page_size % BLOCK:
         raise ValueError(f"page_size must be a multiple of {BLOCK}, is {page_size}")
     write: list[int] = []
@@ -64,11 +72,11 @@ def make_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, de
         positions_of = range(segment.start, segment.start + segment.length)
         write.extend(segment.pages[at // page_size] * page_size + at % page_size for at in positions_of)
     return Plan(
-        positions=positions.to(device),
-        write=torch.tensor(write, dtype=torch.int64, device=device),
-        last=torch.tensor([s.offset + s.length - 1 for s in segments], dtype=torch.int64, device=device),
+        positions=positions,
+        write=torch.tensor(write, dtype=torch.int64),
+        last=torch.tensor([s.offset + s.length - 1 for s in segments], dtype=torch.int64),
         page_size=page_size,
-        layout=ops_for(device).lay_out(segments, page_size),
+        layout=ops.lay_out(segments, page_size),
     )
 
 
@@ -83,10 +91,62 @@ class Attend:
     sin: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A layer's routed experts: `norm` [H] before them, its `eps`, `router` [E, H], `gate_up` [E, 2I, H], `down` [E, H, I].
+
+    `fused` says that the router's choice may be made inside a kernel: softmax, then the `top_k` largest, `renormalise`d or not.
+    """
+
+    norm: Tensor
+    eps: float
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    renormalise: bool
+    fused: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """Which ways a GPU's operations may take; `off` names switches (of engine.config.SWITCHES) that are off.
+
+    `batch_invariant` gives a row the same bits in any company: one kernel and one tile for every row count. `tables` is a
+    folder with tile tables that go before the packaged ones. `dtype` is what the model computes in.
+    """
+
+    off: frozenset[str] = frozenset()
+    batch_invariant: bool = False
+    tables: Path | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def on(self, switch: str) -> bool:
+        """Whether `switch` is on. No tensors."""
+        return switch not in self.off
+
+
+class HostCopy(Protocol):
+    """Values on their way from the device to the host."""
+
+    def wait(self) -> npt.NDArray[Any]:
+        """Return them, any shape, once they have arrived; shape and dtype as on the device."""
+
+
 class Ops(Protocol):
     """The device operations. All tensors lie on `device`; n counts token rows. Nothing here draws random numbers."""
 
     device: torch.device
+    counters: dict[str, int]
+
+    def put(self, values: npt.NDArray[Any]) -> Tensor:
+        """Bring a host array, any shape, to the device without waiting for it; the caller may reuse the array at once."""
+
+    def fetch(self, values: Tensor) -> HostCopy:
+        """Start to copy `values`, any shape, to the host; the copy holds what the work queued so far makes of them."""
+
+    def upload(self, plan: Plan) -> Plan:
+        """Bring a plan that lies on the host to the device, without waiting."""
 
     def lay_out(self, segments: Sequence[Segment], page_size: int) -> object:
         """What this device's attention needs to know of a step (no tensors in); the `layout` of a Plan."""
@@ -100,8 +160,16 @@ class Ops(Protocol):
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         """Look up `ids` [n] int64 in `table` [V, H]; returns [n, H]."""
 
+    def embed_rows(self, table: Tensor, ids: Tensor, slots: Tensor, media: Tensor | None) -> Tensor:
+        """Rows [n, H] of a step's `ids` [n] int32: `table` [V, H] at an id, or at what a slot of `slots` [S] int64 holds for
+        -1 - slot; where the id is MEDIA, the row of `media` [n, H].
+        """
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply `x` [n, K] by `weight` [M, K] transposed and add `bias` [M]; returns [n, M]."""
+
+    def linear_float(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x` [n, K] times `weight` [M, K] transposed, as float32 [n, M]."""
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         """`residual` [n, M] plus `x` [n, K] times `weight` [M, K] transposed; returns [n, M]."""
@@ -133,6 +201,11 @@ class Ops(Protocol):
     def rope_tables(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of `angles` [n, d/2] float32, duplicated to [n, d] and rounded to `dtype`."""
 
+    def axis_tables(
+        self, positions: Tensor, axes: Tensor, frequencies: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """`rope_tables` of `positions` [3, n] float32, channel c turned by axis `axes` [d/2] at `frequencies` [d/2]."""
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [n, heads, d] by halves with tables [n, d]; returns [n, heads, d]."""
 
@@ -163,6 +236,9 @@ class Ops(Protocol):
         Returns weights [n, top_k] in the logits' dtype (summing to 1 when `renormalise`) and ids [n, top_k] int64.
         """
 
+    def add_experts(self, x: Tensor, routed: Routed, plan: Plan) -> Tensor:
+        """`x` [n, H] plus what its experts make of its normalised rows; returns [n, H]. Padded rows of `plan` reach none."""
+
     def experts(self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Weighted sum of SwiGLU experts: `x` [n, H], `weights` and `ids` [n, k], `gate_up` [E, 2I, H], `down` [E, H, I].
 
@@ -181,15 +257,22 @@ class Ops(Protocol):
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         """SnakeBeta of `x` [1, C, L] with per-channel log-parameters `alpha`, `beta` [C]; returns [1, C, L]."""
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The place of the largest of each row of `logits` [n, V] float32, the first of equals; returns [n] int64."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x`, any shape, over the ranks that share a layer; itself when there is one rank."""
 
 
-def ops_for(device: str | torch.device) -> Ops:
+def ops_for(device: str | torch.device, options: KernelOptions = KernelOptions()) -> Ops:
     """Return the Ops of a device (no tensors involved). Raises ValueError for a device without one."""
-    from engine.kernels.reference import ReferenceOps
-
     kind = torch.device(device)
     if kind.type == "cpu":
+        from engine.kernels.reference import ReferenceOps
+
         return ReferenceOps(kind)
-    raise ValueError(f"no operations for device {kind.type!r}: use --device cpu")
+    if kind.type == "cuda":
+        from engine.kernels.cuda import CudaOps
+
+        return CudaOps(kind, options)
+    raise ValueError(f"no operations for device {kind.type!r}: use --device cpu or --device cuda")

@@ -12,12 +12,16 @@ A request must give the same bits alone, in company and on any boot. Two rules b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import BLOCK, Attend, Ints, Plan, Segment, blocks
+from engine.kernels import BLOCK, MEDIA, Attend, HostCopy, Ints, Plan, Routed, Segment, blocks
 from engine.kernels.blocks import AttentionGroup, BlockLayout
 
 LANES = 64
@@ -43,11 +47,35 @@ def _blocks(x: Tensor) -> Tensor:
     return padded.view(-1, BLOCK, width)
 
 
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """Values that are on the host already."""
+
+    values: npt.NDArray[Any]
+
+    def wait(self) -> npt.NDArray[Any]:
+        """Return them, in the shape they came in."""
+        return self.values
+
+
 class ReferenceOps:
     """The Ops of a CPU. Every method is as declared in `engine.kernels.Ops`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.counters: dict[str, int] = {}
+
+    def put(self, values: npt.NDArray[Any]) -> Tensor:
+        """`values`, any shape, as a tensor of their own."""
+        return torch.from_numpy(np.array(values))
+
+    def fetch(self, values: Tensor) -> HostCopy:
+        """`values`, any shape, as an array of their own."""
+        return _Here(values.numpy().copy())
+
+    def upload(self, plan: Plan) -> Plan:
+        """The plan as it is: every tensor keeps its shape."""
+        return plan
 
     def lay_out(self, segments: Sequence[Segment], page_size: int) -> BlockLayout:
         """Blocks of absolute positions, grouped by the pages that they see (no tensors in)."""
@@ -62,12 +90,22 @@ class ReferenceOps:
         """Look up `ids` [n] in `table` [V, H]; returns [n, H]."""
         return table.index_select(0, ids)
 
+    def embed_rows(self, table: Tensor, ids: Tensor, slots: Tensor, media: Tensor | None) -> Tensor:
+        """Rows [n, H] of `ids` [n]: of `table` [V, H], through `slots` [S], or of `media` [n, H]."""
+        wide = ids.long()
+        rows = table.index_select(0, torch.where(wide < 0, slots[(-1 - wide).clamp(0, len(slots) - 1)], wide))
+        return rows if media is None else torch.where((wide == MEDIA)[:, None], media.to(rows.dtype), rows)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Blocked product of `x` [n, K] and `weight` [M, K] transposed, plus `bias` [M]; returns [n, M]."""
         n = x.shape[0]
         padded = _blocks(x)
         out = torch.bmm(padded, weight.t().expand(padded.shape[0], -1, -1)).view(-1, weight.shape[0])[:n]
         return out if bias is None else out + bias
+
+    def linear_float(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Blocked product of `x` [n, K] and `weight` [M, K] transposed, as float32 [n, M]."""
+        return self.linear(x, weight).float()
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         """`residual` [n, M] plus the blocked product of `x` [n, K] and `weight` [M, K] transposed; returns [n, M]."""
@@ -108,6 +146,12 @@ class ReferenceOps:
         """Cosine and sine of `angles` [n, d/2] float32, duplicated to [n, d] in `dtype`."""
         twice = torch.cat([angles, angles], dim=-1)
         return _pointwise(torch.cos, twice).to(dtype), _pointwise(torch.sin, twice).to(dtype)
+
+    def axis_tables(
+        self, positions: Tensor, axes: Tensor, frequencies: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Tables [n, d] of `positions` [3, n] whose channels turn by `axes` [d/2] at `frequencies` [d/2]."""
+        return self.rope_tables(positions.index_select(0, axes).t() * frequencies, dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [n, heads, d] by halves with tables [n, d]; returns [n, heads, d]."""
@@ -166,6 +210,12 @@ class ReferenceOps:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(logits.dtype), ids
 
+    def add_experts(self, x: Tensor, routed: Routed, plan: Plan) -> Tensor:
+        """`x` [n, H] plus its experts; returns [n, H]."""
+        rows = self.rms_norm(x, routed.norm, routed.eps)
+        weights, ids = self.route(self.linear(rows, routed.router), routed.top_k, routed.renormalise)
+        return x + self.experts(rows, weights, ids, routed.gate_up, routed.down)
+
     def experts(self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Weighted sum of SwiGLU experts over `x` [n, H]; returns [n, H]."""
         n, top_k = ids.shape
@@ -215,6 +265,10 @@ class ReferenceOps:
         """SnakeBeta of `x` [1, C, L] with `alpha`, `beta` [C]; returns [1, C, L]."""
         wave = _pointwise(torch.sin, x * alpha.exp()[None, :, None])
         return x + wave.square() / (beta.exp()[None, :, None] + 1e-9)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The first largest place of each row of `logits` [n, V]; returns [n]."""
+        return logits.argmax(-1)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return `x`, any shape, unchanged: a CPU engine has one rank."""
