@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import Ops
+from engine.model.audio_windows import rows_of
 from engine.model.config import OmniConfig
 from engine.model.weights import Weights
 
@@ -16,22 +20,17 @@ NORM_EPS = 1e-5  # of every layer norm here; no config key (spec section 1.2)
 MAX_TIMESCALE = 10000.0  # of the sinusoid table; no config key (spec section 4.2)
 
 
-def _halved(length: int) -> int:
-    """Length after one convolution of stride 2 and padding 1."""
-    return (length + 1) // 2
-
-
-def _after_convolutions(frames: int) -> int:
-    """Rows that a chunk of `frames` mel frames becomes."""
-    return _halved(_halved(_halved(frames)))
-
-
-def _sinusoids(rows: int, width: int) -> Tensor:
+def sinusoids(rows: int, width: int) -> Tensor:
     """Position table [rows, width] float32: sines, then cosines, of geometric time scales."""
     half = width // 2
     scales = torch.exp(-math.log(MAX_TIMESCALE) / (half - 1) * torch.arange(half).float())
     angles = torch.arange(rows).float()[:, None] * scales
     return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def pair(weights: Weights, name: str) -> tuple[Tensor, Tensor]:
+    """The weight [out, ...] and the bias [out] called `name`."""
+    return weights[f"{name}.weight"], weights[f"{name}.bias"]
 
 
 class _Layer:
@@ -40,10 +39,10 @@ class _Layer:
     def __init__(self, weights: Weights, index: int, heads: int, ops: Ops) -> None:
         name = f"audio.layers.{index}"
         self.ops, self.heads = ops, heads
-        self.norm1 = _pair(weights, f"{name}.attn_norm")
-        self.norm2 = _pair(weights, f"{name}.mlp_norm")
-        self.qkv, self.out = _pair(weights, f"{name}.qkv"), _pair(weights, f"{name}.o")
-        self.fc1, self.fc2 = _pair(weights, f"{name}.fc1"), _pair(weights, f"{name}.fc2")
+        self.norm1 = pair(weights, f"{name}.attn_norm")
+        self.norm2 = pair(weights, f"{name}.mlp_norm")
+        self.qkv, self.out = pair(weights, f"{name}.qkv"), pair(weights, f"{name}.o")
+        self.fc1, self.fc2 = pair(weights, f"{name}.fc1"), pair(weights, f"{name}.fc2")
 
     def forward(self, x: Tensor, window: int) -> Tensor:
         """Run over one clip's rows `x` [n, D], attending inside blocks of `window` rows; returns [n, D]."""
@@ -65,13 +64,13 @@ class AudioEncoder:
         part = config.audio
         self.ops, self.config = ops, part
         self.chunk_frames = 2 * part.window
-        self.convolutions = [_pair(weights, f"audio.conv{index}") for index in (1, 2, 3)]
+        self.convolutions = [pair(weights, f"audio.conv{index}") for index in (1, 2, 3)]
         self.conv_out = weights["audio.conv_out"]
-        rows = _after_convolutions(self.chunk_frames)
-        self.positions = _sinusoids(rows, part.hidden).to(self.conv_out)
+        rows = rows_of(self.chunk_frames)
+        self.positions = sinusoids(rows, part.hidden).to(self.conv_out)
         self.layers = [_Layer(weights, index, part.heads, ops) for index in range(part.layers)]
-        self.norm = _pair(weights, "audio.ln_post")
-        self.proj1, self.proj2 = _pair(weights, "audio.proj1"), _pair(weights, "audio.proj2")
+        self.norm = pair(weights, "audio.ln_post")
+        self.proj1, self.proj2 = pair(weights, "audio.proj1"), pair(weights, "audio.proj2")
 
     def forward(self, mels: list[Tensor]) -> list[Tensor]:
         """Encode the clips of one request, `mels` each [mel_bins, T] float32 with T >= 1, into rows [N(T), out].
@@ -84,8 +83,18 @@ class AudioEncoder:
         if not mels:
             return []
         width = min(self.chunk_frames, max(mel.shape[1] for mel in mels))
-        window = _after_convolutions(width) * (self.config.window_infer // self.chunk_frames)
+        window = rows_of(width) * (self.config.window_infer // self.chunk_frames)
         return [self._clip(mel, width, window) for mel in mels]
+
+    def encode(self, mels: Sequence[Sequence[NDArray[np.float32]]]) -> list[Tensor]:
+        """Encode several requests one by one, `mels` each [mel_bins, T]; per request the rows of its clips, [N, out].
+
+        Raises ValueError for a request without clips and for a clip of no frames.
+        """
+        if not all(mels):
+            raise ValueError("a request has no audio clips")
+        device = self.conv_out.device
+        return [torch.cat(self.forward([torch.tensor(mel, device=device) for mel in clips])) for clips in mels]
 
     def _clip(self, mel: Tensor, width: int, window: int) -> Tensor:
         chunks = torch.split(mel.to(self.conv_out.dtype), self.chunk_frames, dim=1)
@@ -103,9 +112,4 @@ class AudioEncoder:
             x = self.ops.gelu(self.ops.conv2d(x, weight, bias, stride=2, padding=1))
         rows = x[0].permute(2, 0, 1).reshape(x.shape[3], -1)  # time, then channel-major over frequency
         rows = self.ops.linear(rows, self.conv_out) + self.positions[: rows.shape[0]]
-        return rows[: _after_convolutions(chunk.shape[1])]
-
-
-def _pair(weights: Weights, name: str) -> tuple[Tensor, Tensor]:
-    """The weight and the bias called `name`."""
-    return weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return rows[: rows_of(chunk.shape[1])]

@@ -42,8 +42,7 @@ class Rope:
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine for `positions` [3, n] float32, each [n, d] in `dtype`."""
-        angles = positions.index_select(0, self._axes).t() * self._frequencies
-        return self._ops.rope_tables(angles, dtype)
+        return self._ops.axis_tables(positions, self._axes, self._frequencies, dtype)
 
 
 class DecoderLayer:
@@ -57,7 +56,6 @@ class DecoderLayer:
         self._ranks = weights.shard.world
         self._eps = config.eps
         self._input_norm = weights[f"{name}.input_norm"]
-        self._post_norm = weights[f"{name}.post_norm"]
         self._qkv = weights[f"{name}.qkv"]
         self._o = weights[f"{name}.o"]
         # One norm over the heads of q and k together, each with its own weight.
@@ -70,9 +68,7 @@ class DecoderLayer:
 
         The rows' keys and values are written to the caches.
         """
-        ops = self._ops
-        x = self._add(x, self._attended(x, rope, plan, k_cache, v_cache))
-        return x + ops.all_reduce(self.experts.forward(ops.rms_norm(x, self._post_norm, self._eps)))
+        return self.experts.add_to(self._add(x, self._attended(x, rope, plan, k_cache, v_cache)), plan)
 
     def _attended(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: Plan, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         qkv = self._ops.norm_linear(x, self._input_norm, self._eps, self._qkv)
@@ -92,7 +88,7 @@ class Stack:
         self._ops = ops
         self._eps = config.eps
         self._norm = weights[f"{name}.norm"]
-        self._rope = Rope(config, ops)
+        self.rope = Rope(config, ops).tables
         self.layers = [DecoderLayer(f"{name}.layers.{i}", config, weights, ops) for i in range(config.layers)]
 
     def forward(
@@ -104,13 +100,14 @@ class Stack:
         *,
         tap: int | None,
         deepstack: Deepstack | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run rows `x` [n, H] over caches [layers, pages, page_size, Hkv, d].
+        """Run rows `x` [n, H] over caches [layers, pages, page_size, Hkv, d], with `rope` tables [n, d] if made already.
 
         Returns the rows after the final norm [n, H], and those after layer index `tap` - 1 [n, H] (None without a tap).
         `deepstack` is a mask [n] bool of visual rows and one tensor [rows, H] for each of the first layers, added after it.
         """
-        rope = self._rope.tables(plan.positions, x.dtype)
+        rope = rope or self.rope(plan.positions, x.dtype)
         tapped = x if tap == 0 else None
         for index, layer in enumerate(self.layers):
             x = layer.forward(x, rope, plan, k_cache[index], v_cache[index])

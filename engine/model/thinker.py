@@ -34,6 +34,10 @@ class Thinker:
         """Rows [n, H] of token `ids` [n] int64."""
         return self._ops.embedding(self._embed, ids)
 
+    def embed_rows(self, ids: Tensor, slots: Tensor, media: Tensor | None) -> Tensor:
+        """Rows [n, H] of a step's `ids` [n] int32, as `Ops.embed_rows` reads them, with `slots` [S] int64, `media` [n, H]."""
+        return self._ops.embed_rows(self._embed, ids, slots, media)
+
     def forward(
         self,
         x: Tensor,
@@ -43,14 +47,15 @@ class Thinker:
         *,
         states: bool,
         deepstack: Deepstack | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run rows `x` [n, H] over caches [layers, pages, page_size, Hkv, d].
+        """Run rows `x` [n, H] over caches [layers, pages, page_size, Hkv, d], with `rope` tables [n, d] if made already.
 
         Returns the rows after the final norm [n, H] and, with `states`, the rows that the Talker accepts [n, H].
         """
         tap = self._accept if states else None
-        return self.stack.forward(x, plan, k_cache, v_cache, tap=tap, deepstack=deepstack)
+        return self.stack.forward(x, plan, k_cache, v_cache, tap=tap, deepstack=deepstack, rope=rope)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Text logits [r, V] float32 of rows `hidden` [r, H]."""
-        return self._ops.linear(hidden, self._head).float()
+        return self._ops.linear_float(hidden, self._head)

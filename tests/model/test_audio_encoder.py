@@ -87,6 +87,18 @@ def test_a_clip_without_frames_is_an_error_that_says_so(encoder):
         encoder.forward([mel(100), mel(0)])
 
 
+def test_requests_encode_each_as_it_does_alone_with_its_clips_joined(encoder):
+    requests = [[mel(330).numpy(), mel(45, 1).numpy()], [mel(100, 2).numpy()]]
+    first, second = encoder.encode(requests)
+    assert torch.equal(first, torch.cat(encoder.forward([mel(330), mel(45, 1)])))
+    assert torch.equal(second, encoder.forward([mel(100, 2)])[0])
+
+
+def test_a_request_without_clips_among_others_is_an_error_that_says_so(encoder):
+    with pytest.raises(ValueError, match="a request has no audio clips"):
+        encoder.encode([[mel(100).numpy()], []])
+
+
 def test_bfloat16_weights_give_the_same_rows_but_for_rounding(tiny_checkpoint, encoder):
     config = OmniConfig.load(tiny_checkpoint)
     rounded = AudioEncoder(config, load_weights(tiny_checkpoint, config, torch.bfloat16), ops_for("cpu"))

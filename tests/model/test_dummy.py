@@ -58,6 +58,14 @@ def test_two_ranks_hold_the_halves_of_what_one_draws(config: OmniConfig, drawn: 
         assert torch.equal(half["thinker.embed"], drawn["thinker.embed"])
 
 
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
+def test_progress_is_told_after_each_tensor_and_ends_at_the_bytes_of_all(config: OmniConfig, shard: Shard) -> None:
+    told: list[tuple[int, int]] = []
+    drawn = dummy_weights(config, torch.bfloat16, shard=shard, progress=lambda *at: told.append(at))
+    sizes = [2 * drawn[name].numel() for name in drawn]
+    assert told == [(sum(sizes[: place + 1]), sum(sizes)) for place in range(len(sizes))]
+
+
 def test_a_model_loads_without_tensors_and_its_digest_is_its_config_s(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
     model = load_model(tmp_path, dummy=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,45 @@ def test_weights_come_in_the_dtype_asked_for(config, tiny_checkpoint, loaded):
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
     assert torch.equal(half["thinker.head"], loaded["thinker.head"].bfloat16())
     assert all(tensor.is_contiguous() for tensor in half.values())
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
+def test_what_is_read_goes_to_places_that_fill_each_tensor_exactly_once(config, disk, stacked, shard):
+    recipes = weights_module._recipes(config)
+    if stacked:
+        recipes = weights_module._use_fused(recipes, list(fused(disk)))
+    for recipe in recipes:
+        ours = torch.zeros(recipe.held(shard))
+        for copy in weights_module._copies(recipe, ours, shard):
+            copy.into.add_(1)
+        assert (ours == 1).all(), recipe.name
+
+
+def test_tensors_are_made_on_the_device_asked_for(config, tiny_checkpoint, loaded):
+    elsewhere = load_weights(tiny_checkpoint, config, torch.bfloat16, "meta").tensors
+    assert {(tensor.device.type, tensor.dtype) for tensor in elsewhere.values()} == {("meta", torch.bfloat16)}
+    assert {name: tensor.shape for name, tensor in elsewhere.items()} == {n: t.shape for n, t in loaded.items()}
+
+
+def test_loading_inside_inference_mode_gives_the_same_tensors(config, tiny_checkpoint, loaded):
+    with torch.inference_mode():
+        again = load_weights(tiny_checkpoint, config).tensors
+        assert [name for name in loaded if not torch.equal(again[name], loaded[name])] == []
+
+
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
+def test_progress_is_told_after_each_tensor_and_ends_at_the_bytes_of_all(config, tiny_checkpoint, disk, shard):
+    told: list[tuple[int, int]] = []
+    held = load_weights(
+        tiny_checkpoint, config, torch.bfloat16, shard=shard, progress=lambda *at: told.append(at)
+    ).tensors
+    total = sum(2 * tensor.numel() for tensor in held.values())
+    assert len(told) == sum(not name.startswith("thinker.visual.") for name in disk)
+    assert {whole for _, whole in told} == {total}
+    done = [at for at, _ in told]
+    assert done[0] > 0 and done[-1] == total
+    assert all(before < after for before, after in pairwise(done))
 
 
 @pytest.mark.parametrize("layout", ["per expert", "stacked"])
