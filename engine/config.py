@@ -15,14 +15,21 @@ SWITCHES = (
     *("text_walk", "device_loopback", "vectorised_stop", "batching", "stateful_code2wav"),
     *("launch_ahead", "chunked_prefill", "mixed_steps", "plan_cache"),
 )
+# What a GPU has beside them: how steps are captured, and which kernels may run.
+GPU_SWITCHES = (
+    *("captures", "prompt_captures", "shared_captures", "in_graph_tables", "audio_captures"),
+    *("fused_routing", "route_align", "per_pair", "grouped_gemm", "tuned_tiles"),
+    *("gemv", "decode_kernel", "flashinfer", "dependent_launch"),
+)
 # A CPU has finished a step when its launch returns: there a step launched ahead only delays the token of the one before.
 OFF_BY_DEFAULT = {"cpu": frozenset({"launch_ahead"})}
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 # Devices that the operations of engine/kernels exist for.
-DEVICES = ("cpu",)
-# Prompt positions of a step on a CPU: two or three decode steps long with the small model.
-PREFILL_CHUNK = 64
+DEVICES = ("cpu", "cuda")
+# Prompt positions of a step: two or three decode steps long on a CPU with the small model; on a GPU, where a step reads all
+# experts from 64 rows on, about as long as one of 64 rows.
+PREFILL_CHUNKS = {"cpu": 64, "cuda": 512}
 MOST_THREADS = 1024
 MOST_KV_PAGES = 1 << 22  # 67 million positions of 16 a page
 MOST_BATCH = 4096
@@ -40,8 +47,9 @@ class EngineSettings:
 
     `max_model_len` counts prompt and generated tokens of one request, `page_size` positions of a KV page, `max_batch`
     requests at once, `prefill_chunk` prompt positions of a step, `chunk_frames` the frames of one pass of Code2Wav, `threads`
-    the engine's threads on a CPU. `load_format` "dummy" draws the weights instead of reading them. `disabled` names switches
-    (of SWITCHES) that are off. Raises SettingError.
+    the engine's threads on a CPU. `batch_invariant` makes a GPU give a request the same tokens in any company.
+    `load_format` "dummy" draws the weights instead of reading them. `disabled` names switches (of `switches_of` the device)
+    that are off. Raises SettingError.
     """
 
     max_model_len: int | None = None
@@ -53,7 +61,8 @@ class EngineSettings:
     dtype: str = "float32"
     threads: int = 1
     chunk_frames: int = 4
-    prefill_chunk: int = PREFILL_CHUNK
+    prefill_chunk: int = PREFILL_CHUNKS["cpu"]
+    batch_invariant: bool = False
     phase_timing: bool = False
     load_format: str = "auto"
 
@@ -82,9 +91,13 @@ class EngineSettings:
             raise SettingError(f"--device {self.device!r} is not served yet; there is {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise SettingError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        if self.batch_invariant and self.device == "cpu":
+            raise SettingError(
+                "--batch-invariant is for a GPU; a CPU gives a request the same bits in any company anyway"
+            )
         if self.load_format not in LOAD_FORMATS:
             raise SettingError(f"--load-format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}")
-        check_switches(self.disabled)
+        check_switches(self.disabled, self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +106,8 @@ class ServerSettings:
 
     `max_queue` counts requests that may wait beyond the engine's `max_batch`. `wedge_seconds` is how long the engine may hold
     work without finishing a step, `drain_seconds` how long open requests may go on after SIGTERM. `max_audio_seconds` None
-    leaves the choice to the model, `served_model_name` None takes the folder's name. Without `api_keys` everybody may ask.
-    Raises SettingError.
+    leaves the choice to the model, `served_model_name` None takes the folder's name. Without a `profile_dir`, where traces go,
+    nothing is profiled; without `api_keys` everybody may ask. Raises SettingError.
     """
 
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -104,6 +117,7 @@ class ServerSettings:
     max_body_mb: int = 64
     max_audio_seconds: int | None = None
     served_model_name: str | None = None
+    profile_dir: Path | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -136,25 +150,33 @@ class ServerSettings:
         return self.max_body_mb << 20
 
 
-def check_switches(names: Iterable[str]) -> None:
-    """Raise SettingError unless every name is a switch."""
+def switches_of(device: str) -> tuple[str, ...]:
+    """The switches that an engine on `device` has."""
+    return SWITCHES if device == "cpu" else SWITCHES + GPU_SWITCHES
+
+
+def check_switches(names: Iterable[str], device: str) -> None:
+    """Raise SettingError unless every name is a switch of an engine on `device`."""
+    switches = switches_of(device)
     for name in sorted(names):
-        if name not in SWITCHES:
-            raise SettingError(f"no switch is called {name!r}; there are {', '.join(SWITCHES)}")
+        if name in switches:
+            continue
+        what = f"{name} is a switch of GPUs" if name in GPU_SWITCHES else f"no switch is called {name!r}"
+        raise SettingError(f"{what}; there are {', '.join(switches)}")
 
 
 def switches_off(device: str, disable: str, enable: str) -> frozenset[str]:
     """The switches that are off on `device`, given lists `a,b` of those to turn off and on; SettingError for an unknown one."""
-    off, on = _names("--disable", disable), _names("--enable", enable)
+    off, on = _names("--disable", disable, device), _names("--enable", enable, device)
     if both := sorted(off & on):
         raise SettingError(f"--enable and --disable both name {', '.join(both)}")
     return (OFF_BY_DEFAULT.get(device, frozenset()) | off) - on
 
 
-def _names(flag: str, text: str) -> frozenset[str]:
+def _names(flag: str, text: str, device: str) -> frozenset[str]:
     names = frozenset(name.strip() for name in text.split(",") if name.strip())
     try:
-        check_switches(names)
+        check_switches(names, device)
     except SettingError as error:
         raise SettingError(f"{flag}: {error}") from None
     return names

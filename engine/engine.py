@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from engine.capture import Eager
-from engine.config import SWITCHES, EngineSettings
+from engine.capture import Capture, Eager, decode_buckets, prompt_buckets
+from engine.config import GPU_SWITCHES, EngineSettings, switches_of
 from engine.errors import RequestError
+from engine.kernels import KernelOptions
 from engine.kv.pages import KVCache, PagePool, pages_for
 from engine.kv.plan_cache import PlanCache
 from engine.lane import Lane
 from engine.loop import Loop, settle
-from engine.loopback import SlotPool
+from engine.loopback import SlotPool, Slots
+from engine.model.audio_batch import BatchedAudioEncoder
 from engine.model.omni import OmniModel
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
-from engine.model.walks import TALKER_DECODE, THINKER_DECODE_WALKS, next_walk, row_span, walk_table
+from engine.model.walks import (
+    TALKER_DECODE,
+    THINKER_DECODE,
+    THINKER_DECODE_WALKS,
+    THINKER_TEXT_DECODE,
+    next_walk,
+    row_span,
+    walk_table,
+)
 from engine.phases import Phases
+from engine.profiling import Profiler
 from engine.request import Event, Request
 from engine.runner import CODE_GROUPS, AudioRunner, Code2WavRunner, Runner, TalkerRunner, ThinkerRunner
 from engine.scheduler import Need, Policy, Pools, Scheduler
@@ -32,8 +43,19 @@ from engine.walk import WalkTable, check
 # Prompt positions of a step when prompts are not cut; the first prompt may have more.
 WHOLE_PROMPT_POSITIONS = 2048
 AHEAD = 2
+# Windows of eight seconds of sound that the audio encoder takes at once, each count captured.
+AUDIO_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Room for this many requests of the longest kind, when --kv-pages does not say; pages are touched only when used.
 DEFAULT_FULL_REQUESTS = 8
+
+
+def kernel_options(settings: EngineSettings) -> KernelOptions:
+    """How the kernels of an engine with these settings run (no tensors)."""
+    return KernelOptions(
+        off=settings.disabled & frozenset(GPU_SWITCHES),
+        batch_invariant=settings.batch_invariant,
+        dtype=getattr(torch, settings.dtype),
+    )
 
 
 class Engine:
@@ -50,7 +72,6 @@ class Engine:
         positions = model.config.thinker.max_positions
         self.max_model_len = min(settings.max_model_len or positions, positions)
         self.slots = SlotPool(settings.max_batch)
-        self.capture = Eager()
         count = settings.kv_pages or DEFAULT_FULL_REQUESTS * pages_for(self.max_model_len, settings.page_size)
         self.pages = {Component.THINKER: PagePool(count)}
         if model.talker is not None:
@@ -127,12 +148,15 @@ class Engine:
         media_rows: dict[str, Tensor] = {}
         speaks = model.talker is not None and model.code2wav is not None
         text_queue = DeviceQueue(settings.max_batch, self.max_model_len, 1, device) if speaks else None
+        tokens = Slots(settings.max_batch, (), torch.int64, device)
+        self.capture = self._capture(tokens, pages)
         thinker = ThinkerRunner(
             model.thinker,
-            self._cache(model.thinker, pages),
             self.stops.of(Component.THINKER),
             capture=self.capture,
+            ops=model.ops,
             config=model.config,
+            tokens=tokens,
             audio_states=audio_states,
             media_rows=media_rows,
             text_queue=text_queue,
@@ -141,7 +165,7 @@ class Engine:
             phases=self.phases,
             device_loopback=self._on("device_loopback"),
         )
-        runners: list[Runner] = [AudioRunner(model.audio_encoder, audio_states, device), thinker]
+        runners: list[Runner] = [AudioRunner(model.audio_encoder, audio_states), thinker]
         if model.talker is None or model.code2wav is None or text_queue is None:
             return runners
         frame_queue = DeviceQueue(settings.max_batch, self.max_frames, CODE_GROUPS, device)
@@ -149,7 +173,7 @@ class Engine:
             model.talker,
             self._cache(model.talker, pages),
             self.stops.of(Component.TALKER),
-            capture=self.capture,
+            ops=model.ops,
             media_rows=media_rows,
             text_queue=text_queue,
             frame_queue=frame_queue,
@@ -161,6 +185,35 @@ class Engine:
         code2wav = Code2WavRunner(model.code2wav, frame_queue, stateful=self._on("stateful_code2wav"))
         return [*runners, talker, code2wav]
 
+    def _capture(self, tokens: Slots, pages: int) -> Capture:
+        """What runs the Thinker's steps, warm: on a GPU every kernel is compiled and every bucket captured."""
+        model, settings = self.model, self.settings
+        eager = Eager(model.thinker, self._cache(model.thinker, pages), tokens, model.ops, settings.page_size)
+        if model.ops.device.type != "cuda":
+            return eager
+        from engine.graphs import Graphs
+        from engine.kernels.cuda import CudaOps
+
+        assert isinstance(model.ops, CudaOps)
+        most = settings.max_batch + settings.prefill_chunk
+        buckets = decode_buckets(settings.max_batch) if self._on("captures") else ()
+        prompts = prompt_buckets(most) if self._on("captures") and self._on("prompt_captures") else ()
+        shared = self._on("shared_captures")
+        graphs = Graphs(
+            eager,
+            model.ops,
+            buckets=buckets,
+            prompt_buckets=prompts,
+            pages=pages_for(self.max_model_len, settings.page_size),
+            page_size=settings.page_size,
+            walks=(THINKER_TEXT_DECODE,) if shared else (THINKER_TEXT_DECODE, THINKER_DECODE),
+            tables_inside=self._on("in_graph_tables"),
+        )
+        if self._on("audio_captures") and isinstance(model.audio_encoder, BatchedAudioEncoder):
+            model.audio_encoder.capture((1,) if settings.batch_invariant else AUDIO_WINDOWS)
+        graphs.warm(decode_buckets(settings.max_batch), prompt_buckets(most), most)
+        return graphs
+
     @property
     def chunk_frames(self) -> int:
         """How many frames Code2Wav turns into sound at a time."""
@@ -171,6 +224,12 @@ class Engine:
         """The most frames that one request may ask for."""
         talker = self.model.config.talker
         return talker.stack.max_positions if talker is not None else 0
+
+    @cached_property
+    def profiler(self) -> Profiler:
+        """Looks at windows of steps when it is asked to."""
+        on_gpu = self.model.ops.device.type == "cuda"
+        return Profiler(self.loop.lanes, self.capture.buckets, THINKER_DECODE_WALKS, on_gpu)
 
     @property
     def has_work(self) -> bool:
@@ -249,6 +308,10 @@ class Engine:
             found |= {f"walk_{name}_rows_total": lane.walk_rows[name] for name in walks}
         for component, plans in self.plans.items():
             found |= {f"{component}_plan_cache_{name}_total": value for name, value in plans.counters.items()}
+        found |= {f"{name}_total": value for name, value in self.capture.counters.items()}
+        if isinstance(self.model.audio_encoder, BatchedAudioEncoder):
+            found |= {f"audio_{name}_total": value for name, value in self.model.audio_encoder.counters.items()}
+        found |= {f"kernels_{name}_total": value for name, value in self.model.ops.counters.items()}
         found |= self.phases.counters(int(found["thinker_steps_total"]))
         found |= {f"{component}_pages_free": pool.free for component, pool in self.pages.items()}
         found |= {f"{component}_pages": pool.total for component, pool in self.pages.items()}
@@ -262,7 +325,7 @@ class Engine:
     def info(self) -> dict[str, object]:
         """Switches, captures and limits, as `/info` shows them."""
         return {
-            "switches": {name: self._on(name) for name in SWITCHES},
+            "switches": {name: self._on(name) for name in switches_of(self.settings.device)},
             "captures": {"mode": self.capture.mode, "buckets": list(self.capture.buckets)},
             "limits": {
                 "max_model_len": self.max_model_len,

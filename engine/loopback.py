@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 class Slots:
-    """One value per slot, [slots, *shape]. The sampler writes it, the next step of the same track reads it."""
+    """One value per slot, `values` [slots, *shape]. The sampler writes it, the next step of the same track reads it."""
 
     def __init__(self, slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._values = torch.zeros((slots, *shape), dtype=dtype, device=device)
+        self.values = torch.zeros((slots, *shape), dtype=dtype, device=device)
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """Leave `values` [R, *shape] in `slots` [R] int64."""
-        self._values.index_copy_(0, slots, values)
+        self.values.index_copy_(0, slots, values)
 
     def read(self, slots: Tensor) -> Tensor:
         """Return what lies in `slots` [R] int64, as [R, *shape]."""
-        return self._values.index_select(0, slots)
+        return self.values.index_select(0, slots)
 
 
 class SlotPool:

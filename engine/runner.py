@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.capture import Eager
-from engine.kernels import Plan
+from engine.capture import Capture, Inputs
+from engine.kernels import MEDIA, HostCopy, Ints, Ops, Plan
 from engine.kv.pages import KVCache
 from engine.kv.plan_cache import PlanCache
 from engine.loopback import Slots
+from engine.model.audio_batch import BatchedAudioEncoder
 from engine.model.audio_encoder import AudioEncoder
 from engine.model.code2wav import Code2Wav, Code2WavState
 from engine.model.config import OmniConfig
@@ -26,7 +27,7 @@ from engine.model.talker import Talker
 from engine.model.thinker import Thinker
 from engine.model.walks import text_index
 from engine.phases import Phases
-from engine.request import Request, Speech, StepLogprobs, StepTrace
+from engine.request import Clip, Request, Speech, StepLogprobs, StepTrace
 from engine.sampler import TALKER_STREAM, THINKER_STREAM, Sampler, SamplingRows, step_logprobs
 from engine.step import Component, Row, Step
 from engine.stop import STOP, StopCheck, StopRow
@@ -55,13 +56,13 @@ class Made:
 
 @dataclass(slots=True)
 class Launched:
-    """A step in flight: the tensors that `finish` copies to the host, for those of its `rows` that make something."""
+    """A step in flight: what is on its way to the host, for those of its `rows` that make something."""
 
     step: Step
     bucket: int
     rows: list[Row] = field(default_factory=list)
-    tokens: Tensor | None = None
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
+    tokens: HostCopy | None = None
+    logprobs: tuple[HostCopy, HostCopy, HostCopy] | None = None
     pcm: list[Tensor] = field(default_factory=list)
 
 
@@ -91,8 +92,9 @@ class _Live:
     request: Request
     track: Track
     positions: npt.NDArray[np.float32] | None = None
+    prompt_ids: npt.NDArray[np.int32] | None = None
+    audio_at: Ints | None = None
     prompt: Tensor | None = None
-    audio_at: Tensor | None = None
     last_token: int = 0
     stop_ids: frozenset[int] = frozenset()
 
@@ -113,30 +115,30 @@ class _Live:
 class _Tracks:
     """The live requests of a runner, and the plans over them."""
 
-    def __init__(self, plans: PlanCache, phases: Phases, device: torch.device) -> None:
+    def __init__(self, plans: PlanCache, phases: Phases, ops: Ops) -> None:
         self.plans = plans
         self.phases = phases
-        self.device = device
+        self.ops = ops
         self.live: dict[str, _Live] = {}
 
     def of(self, rows: Sequence[Row]) -> list[_Live]:
         return [self.live[row.request_id] for row in rows]
 
-    def making(self, step: Step, slots: Tensor, last: Tensor) -> tuple[list[Row], Tensor, Tensor]:
-        """The rows that make a token or a frame, their slots [M] and where they end [M]: all but chunks inside a prompt."""
-        places = [place for place, row in enumerate(step.rows) if self.live[row.request_id].index(row) >= 0]
-        if len(places) == len(step.rows):
-            return list(step.rows), slots, last
-        chosen = torch.tensor(places, dtype=torch.int64, device=self.device)
-        return [step.rows[place] for place in places], slots[chosen], last[chosen]
+    def making(self, step: Step) -> Ints:
+        """The places [M] of the rows that make a token or a frame: all but chunks inside a prompt."""
+        makes = (self.live[row.request_id].index(row) >= 0 for row in step.rows)
+        return np.flatnonzero(np.fromiter(makes, bool, len(step.rows)))
 
-    def slots(self, step: Step) -> Tensor:
-        return torch.tensor([row.slot for row in step.rows], device=self.device)
+    def slots(self, rows: Sequence[Row]) -> Tensor:
+        return self.put([row.slot for row in rows])
 
-    def to_host(self, values: Tensor) -> npt.NDArray[np.int64]:
+    def put(self, values: Sequence[int]) -> Tensor:
+        return self.ops.put(np.array(values, dtype=np.int64))
+
+    def to_host(self, values: HostCopy) -> npt.NDArray[np.int64]:
         """The step's one copy to the host; waits for the device."""
         with self.phases("wait"):
-            found: npt.NDArray[np.int64] = values.cpu().numpy()
+            found: npt.NDArray[np.int64] = values.wait()
             return found
 
     def plan(self, step: Step) -> Plan:
@@ -158,11 +160,10 @@ class AudioRunner:
 
     component = Component.AUDIO_ENCODER
 
-    def __init__(self, encoder: AudioEncoder, states: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, encoder: AudioEncoder | BatchedAudioEncoder, states: dict[str, Tensor]) -> None:
         self._encoder = encoder
         self._states = states
         self._live: dict[str, _Live] = {}
-        self._device = device
         self.counters = {"clips_encoded": 0}
 
     def open(self, request: Request, track: Track) -> None:
@@ -176,14 +177,10 @@ class AudioRunner:
 
     def launch(self, step: Step) -> Launched:
         """Encode the clips of each row; the states of all its clips lie joined, [tokens, H], under the request's id."""
-        for row in step.rows:
-            self.counters["clips_encoded"] += row.length
-            clips = self._live[row.request_id].request.clips
-            mels = [
-                torch.frombuffer(bytearray(clip.mel), dtype=torch.float32).view(clip.mel_bins, clip.frames)
-                for clip in clips
-            ]
-            self._states[row.request_id] = torch.cat(self._encoder.forward([mel.to(self._device) for mel in mels]))
+        mels = [[_mel(clip) for clip in self._live[row.request_id].request.clips] for row in step.rows]
+        self.counters["clips_encoded"] += sum(map(len, mels))
+        for row, states in zip(step.rows, self._encoder.encode(mels), strict=True):
+            self._states[row.request_id] = states
         return Launched(step, len(step.rows))
 
     def finish(self, launched: Launched) -> list[Made]:
@@ -195,6 +192,10 @@ class AudioRunner:
         return [Made(row.request_id, row.walk) for row in launched.step.rows]
 
 
+def _mel(clip: Clip) -> npt.NDArray[np.float32]:
+    return np.frombuffer(clip.mel, dtype=np.float32).reshape(clip.mel_bins, clip.frames)
+
+
 class ThinkerRunner:
     """Prompts and decode rows of the Thinker, in any mixture, through one forward."""
 
@@ -203,11 +204,12 @@ class ThinkerRunner:
     def __init__(
         self,
         thinker: Thinker,
-        cache: KVCache,
         stop: StopCheck,
         *,
-        capture: Eager,
+        capture: Capture,
+        ops: Ops,
         config: OmniConfig,
+        tokens: Slots,
         audio_states: dict[str, Tensor],
         media_rows: dict[str, Tensor],
         text_queue: DeviceQueue | None,
@@ -216,19 +218,16 @@ class ThinkerRunner:
         phases: Phases,
         device_loopback: bool,
     ) -> None:
-        device = cache.keys.device
-        self._thinker = thinker
         self._config = config
-        self._cache = cache
         self._stop = stop
         self._audio_states = audio_states
         self._media_rows = media_rows
         self._text_queue = text_queue
-        self._tracks = _Tracks(plans, phases, device)
-        self._tokens = Slots(slots, (), torch.int64, device)
-        self.sampler = Sampler(slots, thinker.vocab, stream=THINKER_STREAM, codebooks=1, device=device)
+        self._tracks = _Tracks(plans, phases, ops)
+        self._tokens = tokens
+        self.sampler = Sampler(slots, thinker.vocab, stream=THINKER_STREAM, codebooks=1, ops=ops)
         self._device_loopback = device_loopback
-        self._capture = capture
+        self.capture = capture
         self.counters = {
             "loopback_rows_device": 0,
             "loopback_rows_host": 0,
@@ -237,16 +236,15 @@ class ThinkerRunner:
         }
 
     def open(self, request: Request, track: Track) -> None:
-        """Take a track in: its prompt goes to the device, its positions are laid out."""
-        device = self._tracks.device
-        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64, device=device)
+        """Take a track in: its positions are laid out."""
+        prompt = np.array(request.prompt_ids, dtype=np.int32)
         positions, _ = prompt_positions(request.prompt_ids, self._config)
         self._tracks.live[request.id] = _Live(
             request,
             track,
             positions=positions,
-            prompt=prompt,
-            audio_at=(prompt == self._config.ids.audio).nonzero()[:, 0] if request.clips else None,
+            prompt_ids=prompt,
+            audio_at=np.flatnonzero(prompt == self._config.ids.audio) if request.clips else None,
             stop_ids=frozenset(request.stop_ids),
         )
         self.sampler.open(track.slot, request.sampling, prompt)
@@ -259,71 +257,75 @@ class ThinkerRunner:
     def launch(self, step: Step) -> Launched:
         """Run the step's rows and leave each row's token in its slot and, for speech, in the text queue."""
         live = self._tracks.of(step.rows)
-        slots = self._tracks.slots(step)
-        plan = self._tracks.plan(step)
-        x = self._inputs(step, live, slots)
-        keep = any(one.prefills(row) and one.speaks_of_media for row, one in zip(step.rows, live, strict=True))
-        hidden, accept = self._capture.run(
-            len(step.rows),
-            lambda: self._thinker.forward(x, plan, self._cache.keys, self._cache.values, states=keep),
-        )
-        if accept is not None:
-            self._keep_media_rows(step, live, accept)
-        rows, slots, last = self._tracks.making(step, slots, plan.last)
-        launched = Launched(step, self._capture.bucket(len(step.rows)), rows)
-        if rows:
-            self._choose(launched, slots, hidden.index_select(0, last))
+        making = self._tracks.making(step)
+        inputs = self._inputs(step, live, self._tracks.plan(step), making)
+        forwarded = self.capture.run(inputs)
+        if forwarded.accept is not None:
+            self._keep_media_rows(step, live, forwarded.accept)
+        launched = Launched(step, self.capture.bucket(inputs), [step.rows[place] for place in making])
+        if forwarded.logits is not None:
+            self._choose(launched, forwarded.logits)
         return launched
 
-    def _choose(self, launched: Launched, slots: Tensor, ends: Tensor) -> None:
-        """Choose a token for each of the step's M rows that make one, in `slots` [M], from `ends` [M, H]."""
+    def _choose(self, launched: Launched, logits: Tensor) -> None:
+        """Choose a token from `logits` [M, V] for each of the step's M rows that make one."""
         some = self._tracks.of(launched.rows)
         steps = [one.index(row) for row, one in zip(launched.rows, some, strict=True)]
-        logits = self._thinker.logits(ends)
+        slots = self._tracks.slots(launched.rows)
         wishes = self.sampler.rows([one.request.sampling for one in some], slots, steps)
         tokens = self.sampler.choose(logits, wishes)
-        launched.tokens = tokens
+        fetch = self._tracks.ops.fetch
         asked = [one.request.logprobs for one in some if one.request.logprobs is not None]
         if asked:
-            launched.logprobs = step_logprobs(logits, tokens, max(asked))
+            chosen, ids, logprobs = step_logprobs(logits, tokens, max(asked))
+            launched.logprobs = fetch(chosen), fetch(ids), fetch(logprobs)
         self._leave(some, steps, slots, tokens)
         self.sampler.note(wishes, tokens)
+        launched.tokens = fetch(tokens)
 
-    def _inputs(self, step: Step, live: list[_Live], slots: Tensor) -> Tensor:
-        """Embed prompt ids, what the slots hold and, at audio pads, the encoder's states; returns [n, H]."""
+    def _inputs(self, step: Step, live: list[_Live], plan: Plan, making: Ints) -> Inputs:
+        """What the step's n token rows read: prompt ids, what the slots hold and, at audio pads, the encoder's states."""
+        last = plan.last.numpy()[making]
+        walks = {row.walk for row in step.rows}
         if not any(one.prefills(row) for row, one in zip(step.rows, live, strict=True)):
-            return self._thinker.embed(self._looped_back(live, slots))
-        parts, audio = [], []
+            return Inputs(ids=self._looped_back(step.rows, live), plan=plan, last=last, walk="+".join(sorted(walks)))
+        parts, media = [], []
         offset = 0
-        for index, (row, one) in enumerate(zip(step.rows, live, strict=True)):
+        for row, one in zip(step.rows, live, strict=True):
             if not one.prefills(row):
-                parts.append(self._looped_back([one], slots[index : index + 1]))
+                parts.append(self._looped_back([row], [one]))
             else:
-                assert one.prompt is not None
-                parts.append(one.prompt[row.start : row.start + row.length])
+                assert one.prompt_ids is not None
+                ids = one.prompt_ids[row.start : row.start + row.length]
                 if one.audio_at is not None:
-                    inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
-                    places = one.audio_at[inside] - row.start + offset
-                    audio.append((places, self._audio_states[row.request_id][inside]))
+                    first, end = np.searchsorted(one.audio_at, [row.start, row.start + row.length])
+                    places = one.audio_at[first:end] - row.start
+                    ids = ids.copy()
+                    ids[places] = MEDIA
+                    media.append((places + offset, self._audio_states[row.request_id][first:end]))
+                parts.append(ids)
             offset += row.length
-        x = self._thinker.embed(torch.cat(parts))
-        for places, states in audio:
-            x = x.index_copy(0, places, states.to(x.dtype))
-        return x
+        return Inputs(
+            ids=np.concatenate(parts),
+            plan=plan,
+            last=last,
+            media=[(places, states) for places, states in media if len(places)],
+            states=any(one.prefills(row) and one.speaks_of_media for row, one in zip(step.rows, live, strict=True)),
+        )
 
-    def _looped_back(self, live: list[_Live], slots: Tensor) -> Tensor:
+    def _looped_back(self, rows: Sequence[Row], live: Sequence[_Live]) -> npt.NDArray[np.int32]:
+        """The ids [R] of decode rows: their tokens, or -1 - slot for a token that is on the device only."""
         if self._device_loopback:
-            self.counters["loopback_rows_device"] += len(live)
-            return self._tokens.read(slots)
-        self.counters["loopback_rows_host"] += len(live)
-        return torch.tensor([one.last_token for one in live], device=self._tracks.device)
+            self.counters["loopback_rows_device"] += len(rows)
+            return np.fromiter((-1 - row.slot for row in rows), np.int32, len(rows))
+        self.counters["loopback_rows_host"] += len(rows)
+        return np.fromiter((one.last_token for one in live), np.int32, len(rows))
 
     def _leave(self, live: list[_Live], steps: list[int], slots: Tensor, tokens: Tensor) -> None:
         self._tokens.write(slots, tokens)
         speaking = [index for index, one in enumerate(live) if one.track.audio_output]
         if speaking and self._text_queue is not None:
-            chosen = torch.tensor(speaking, device=tokens.device)
-            made = torch.tensor([steps[index] for index in speaking], device=tokens.device)
+            chosen, made = self._tracks.put(speaking), self._tracks.put([steps[index] for index in speaking])
             self._text_queue.push(slots[chosen], made, tokens[chosen][:, None])
 
     def _keep_media_rows(self, step: Step, live: list[_Live], accept: Tensor) -> None:
@@ -332,12 +334,12 @@ class ThinkerRunner:
         for row, one in zip(step.rows, live, strict=True):
             if one.speaks_of_media and one.prefills(row):
                 assert one.audio_at is not None
-                inside = (one.audio_at >= row.start) & (one.audio_at < row.start + row.length)
+                first, end = np.searchsorted(one.audio_at, [row.start, row.start + row.length])
                 kept = self._media_rows.get(row.request_id)
                 if kept is None:
                     kept = accept.new_zeros((len(one.audio_at), accept.shape[1]))
                     self._media_rows[row.request_id] = kept
-                kept[inside] = accept[one.audio_at[inside] - row.start + offset]
+                kept[first:end] = accept[self._tracks.put((one.audio_at[first:end] - row.start + offset).tolist())]
             offset += row.length
 
     def finish(self, launched: Launched) -> list[Made]:
@@ -366,7 +368,7 @@ class ThinkerRunner:
     def _logprobs(self, launched: Launched, index: int, count: int) -> StepLogprobs:
         assert launched.logprobs is not None
         self.counters["logprob_rows"] += 1
-        chosen, ids, logprobs = (values[index] for values in launched.logprobs)
+        chosen, ids, logprobs = (values.wait()[index] for values in launched.logprobs)
         return StepLogprobs(float(chosen), ids[:count].tolist(), logprobs[:count].tolist())
 
 
@@ -399,7 +401,7 @@ class TalkerRunner:
         cache: KVCache,
         stop: StopCheck,
         *,
-        capture: Eager,
+        ops: Ops,
         media_rows: dict[str, Tensor],
         text_queue: DeviceQueue,
         frame_queue: DeviceQueue,
@@ -408,18 +410,16 @@ class TalkerRunner:
         phases: Phases,
         marker_ids: tuple[int, int],
     ) -> None:
-        device = cache.keys.device
         self._talker = talker
         self._cache = cache
         self._stop = stop
         self._media_rows = media_rows
         self._text_queue = text_queue
         self._frame_queue = frame_queue
-        self._tracks = _Tracks(plans, phases, device)
-        self._frames = Slots(slots, (talker.hidden,), cache.keys.dtype, device)
-        self.sampler = Sampler(slots, talker.vocab, stream=TALKER_STREAM, codebooks=CODE_GROUPS, device=device)
+        self._tracks = _Tracks(plans, phases, ops)
+        self._frames = Slots(slots, (talker.hidden,), cache.keys.dtype, ops.device)
+        self.sampler = Sampler(slots, talker.vocab, stream=TALKER_STREAM, codebooks=CODE_GROUPS, ops=ops)
         self._end_id, self._pad_id = marker_ids
-        self._capture = capture
         self.counters = {"talker_prompts": 0, "talker_rows_overrun": 0}
 
     def open(self, request: Request, track: Track) -> None:
@@ -436,16 +436,14 @@ class TalkerRunner:
     def launch(self, step: Step) -> Launched:
         """Run the rows, choose layer-0 codes, let the predictor add the other 15, and stream the frames."""
         live = self._tracks.of(step.rows)
-        slots = self._tracks.slots(step)
-        plan = self._tracks.plan(step)
-        x = self._inputs(step, live, slots)
-        y = self._capture.run(
-            len(step.rows), lambda: self._talker.forward(x, plan, self._cache.keys, self._cache.values)
-        )
-        rows, slots, last = self._tracks.making(step, slots, plan.last)
-        launched = Launched(step, self._capture.bucket(len(step.rows)), rows)
-        if rows:
-            self._frame(launched, slots, y.index_select(0, last))
+        plan = self._tracks.ops.upload(self._tracks.plan(step))
+        x = self._inputs(step, live, self._tracks.slots(step.rows))
+        y = self._talker.forward(x, plan, self._cache.keys, self._cache.values)
+        making = self._tracks.making(step)
+        launched = Launched(step, len(step.rows), [step.rows[place] for place in making])
+        if launched.rows:
+            last = plan.last if len(making) == len(step.rows) else plan.last[self._tracks.put(making.tolist())]
+            self._frame(launched, self._tracks.slots(launched.rows), y.index_select(0, last))
         return launched
 
     def _frame(self, launched: Launched, slots: Tensor, y: Tensor) -> None:
@@ -462,9 +460,9 @@ class TalkerRunner:
         rest, total = self._predict(y, first, wishes)
         codes = torch.cat([first[:, None], rest], dim=1)
         self._frames.write(slots, total)
-        self._frame_queue.push(slots, torch.tensor(steps, device=slots.device), codes)
+        self._frame_queue.push(slots, self._tracks.put(steps), codes)
         self.sampler.note(wishes, first)
-        launched.tokens = codes
+        launched.tokens = self._tracks.ops.fetch(codes)
 
     def _predict(self, y: Tensor, first: Tensor, wishes: SamplingRows) -> tuple[Tensor, Tensor]:
         """Codes 1 … 15 of each row and the sum of its frame's embeddings: [R, 15] int64 and [R, H]."""
@@ -492,7 +490,7 @@ class TalkerRunner:
 
     def _prompt_rows(self, one: _Live) -> Tensor:
         request, speech = one.request, _speech(one.request)
-        slot = torch.tensor([one.track.slot], device=self._tracks.device)
+        slot = self._tracks.put([one.track.slot])
         first = int(self._text_queue.at(slot, torch.zeros_like(slot))[0, 0])
         self.counters["talker_prompts"] += 1
         media = self._media_rows.get(request.id)
@@ -505,11 +503,9 @@ class TalkerRunner:
             text_index(one.index(row), one.track.arrived, one.track.source_ended)
             for row, one in zip(step.rows, live, strict=True)
         ]
-        at = torch.tensor([max(one, 0) if one is not None else 0 for one in index], device=slots.device)
+        at = self._tracks.put([max(one, 0) if one is not None else 0 for one in index])
         ids = self._text_queue.at(slots, at)[:, 0]
-        marker = torch.tensor(
-            [self._pad_id if one is None else self._end_id if one < 0 else -1 for one in index], device=slots.device
-        )
+        marker = self._tracks.put([self._pad_id if one is None else self._end_id if one < 0 else -1 for one in index])
         return self._talker.text_rows(torch.where(marker < 0, ids, marker))
 
     def finish(self, launched: Launched) -> list[Made]:

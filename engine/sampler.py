@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.kernels import Ops
 from engine.request import Sampling
 
 LEAST_TEMPERATURE = 1e-6
@@ -111,17 +112,17 @@ class Sampler:
     `stream` and `codebooks` key the random numbers. Each state is [slots, vocab], made by the first request that asks for it.
     """
 
-    def __init__(self, slots: int, vocab: int, *, stream: int, codebooks: int, device: torch.device) -> None:
+    def __init__(self, slots: int, vocab: int, *, stream: int, codebooks: int, ops: Ops) -> None:
         self._shape = (slots, vocab)
         self._stream = stream
         self._codebooks = codebooks
-        self._device = device
+        self._ops = ops
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
         self._bias: Tensor | None = None
         self.counters = {f"{kind}_{what}": 0 for kind in CLASSES for what in ("steps", "rows")}
 
-    def open(self, slot: int, sampling: Sampling, prompt: Tensor | None) -> None:
+    def open(self, slot: int, sampling: Sampling, prompt: npt.NDArray[np.int32] | None) -> None:
         """Take a request into `slot`. The ids of `prompt` [n] count as seen for its repetition penalty, never as generated."""
         for state in (self._seen, self._counts, self._bias):
             if state is not None:
@@ -129,16 +130,16 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             self._seen = self._made(self._seen, torch.bool)
             if prompt is not None:
-                self._seen[slot].index_fill_(0, prompt, True)
+                self._seen[slot].index_fill_(0, self._ops.put(prompt.astype(np.int64)), True)
         if sampling.frequency_penalty or sampling.presence_penalty:
             self._counts = self._made(self._counts, torch.int32)
         if sampling.logit_bias:
             self._bias = self._made(self._bias, torch.float32)
-            ids = torch.tensor(list(sampling.logit_bias), device=self._device)
-            self._bias[slot].index_copy_(0, ids, _column(sampling.logit_bias.values(), self._device))
+            ids = self._ops.put(np.array(list(sampling.logit_bias), dtype=np.int64))
+            self._bias[slot].index_copy_(0, ids, self._column(sampling.logit_bias.values()))
 
     def _made(self, state: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self._shape, dtype=dtype, device=self._device) if state is None else state
+        return torch.zeros(self._shape, dtype=dtype, device=self._ops.device) if state is None else state
 
     def rows(self, wishes: Sequence[Sampling], slots: Tensor, steps: Sequence[int]) -> SamplingRows:
         """Gather the wishes of R rows that lie in `slots` [R] int64, each at its own one of `steps`; counts the class taken."""
@@ -169,18 +170,21 @@ class Sampler:
             log_min_p=self._asked(
                 [math.log(p) if (p := wish.min_p) > 0 else -math.inf for wish in wishes], off=-math.inf
             ),
-            top_k=torch.tensor(top_k, device=self._device) if any(top_k) else None,
+            top_k=self._ops.put(np.array(top_k, dtype=np.int64)) if any(top_k) else None,
             top_p=self._asked([wish.top_p for wish in wishes], off=1.0),
-            uniform=torch.from_numpy(numbers).to(self._device),
+            uniform=self._ops.put(numbers),
         )
 
     def _asked(self, values: Sequence[float], *, off: float) -> Tensor | None:
-        return None if all(value == off for value in values) else _column(values, self._device)
+        return None if all(value == off for value in values) else self._column(values)
+
+    def _column(self, values: Iterable[float]) -> Tensor:
+        return self._ops.put(np.fromiter(values, np.float32))
 
     def choose(self, logits: Tensor, rows: SamplingRows, codebook: int = 0) -> Tensor:
         """Choose a token for each row of `logits` [R, V] float32, suppressed ones -inf. Returns [R] int64."""
         logits = self._adjust(logits, rows)
-        best = logits.argmax(-1)
+        best = self._ops.argmax(logits)
         if rows.temperature is None or rows.uniform is None:
             return best
         return torch.where(rows.temperature > 0, draw(narrow(logits, rows), rows.uniform[:, codebook]), best)
@@ -201,10 +205,6 @@ class Sampler:
             self._seen.index_put_(at, torch.ones_like(tokens, dtype=torch.bool))
         if self._counts is not None and (rows.frequency is not None or rows.presence is not None):
             self._counts.index_put_(at, torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
-
-
-def _column(values: Iterable[float], device: torch.device) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float32, device=device)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:

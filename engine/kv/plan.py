@@ -8,18 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kernels import Plan, Segment, make_plan
+from engine.kernels import Ops, Plan, Segment, host_plan
 from engine.step import Row, Step
 
 Positions = Callable[[Row], npt.NDArray[np.float32]]
 
 
-def build_plan(step: Step, positions: Positions, page_size: int, device: torch.device) -> Plan:
-    """Plan `step` over its n token rows; `positions(row)` gives a row's [3, length] places (axes t, h, w)."""
+def build_plan(step: Step, positions: Positions, page_size: int, ops: Ops) -> Plan:
+    """Plan `step` over its n token rows, on the host; `positions(row)` gives a row's [3, length] places (axes t, h, w)."""
     segments = []
     offset = 0
     for row in step.rows:
         segments.append(Segment(offset=offset, length=row.length, start=row.start, pages=row.pages))
         offset += row.length
     places = np.concatenate([positions(row) for row in step.rows], axis=1)
-    return make_plan(tuple(segments), torch.from_numpy(places).to(device), page_size, device)
+    return host_plan(tuple(segments), torch.from_numpy(places), page_size, ops)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from engine.kernels import Ints, Ops, Plan
 from engine.kv.plan import Positions, build_plan
@@ -36,9 +35,10 @@ class _Entry:
 
 
 class PlanCache:
-    """Makes the plans of one component's steps. `counters` tell hits, and misses by reason; other steps have no entry.
+    """Makes the plans of one component's steps, on the host. `counters` tell hits, and misses by reason.
 
-    Steps are compared by value: the slots and generations of their rows, in order, and their pages.
+    Steps that are not all decode have no entry. Steps are compared by value: the slots and generations of their rows, in
+    order, and their pages.
     """
 
     def __init__(self, page_size: int, ops: Ops, decode_walks: Walks, *, enabled: bool) -> None:
@@ -54,7 +54,7 @@ class PlanCache:
         walks = frozenset(row.walk for row in step.rows)
         if not self._enabled or not walks <= self._decode_walks:
             self.counters["uncached"] += 1
-            return build_plan(step, positions, self._page_size, self._ops.device)
+            return build_plan(step, positions, self._page_size, self._ops)
         entry = self._entries.get(walks)
         reason = _why_not(entry, step.rows)
         if reason is None and entry is not None:
@@ -66,7 +66,7 @@ class PlanCache:
         return entry.plan
 
     def _lay_out(self, step: Step, positions: Positions) -> _Entry:
-        plan = build_plan(step, positions, self._page_size, self._ops.device)
+        plan = build_plan(step, positions, self._page_size, self._ops)
         pages = np.zeros((len(step.rows), max(len(row.pages) for row in step.rows)), dtype=np.int64)
         for index, row in enumerate(step.rows):
             pages[index, : len(row.pages)] = row.pages
@@ -83,16 +83,13 @@ class PlanCache:
         places = np.broadcast_to((starts + entry.offsets).astype(np.float32), (3, len(starts)))
         layout = self._ops.move_on(entry.plan.layout, entry.pages, entry.starts, starts, self._page_size)
         entry.plan = Plan(
-            positions=self._tensor(places.copy()),
-            write=self._tensor(write),
+            positions=torch.from_numpy(places.copy()),
+            write=torch.from_numpy(write),
             last=entry.plan.last,
             page_size=self._page_size,
             layout=layout,
         )
         entry.rows, entry.starts = step.rows, starts
-
-    def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self._ops.device)
 
 
 def _starts(step: Step) -> Ints:

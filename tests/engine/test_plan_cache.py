@@ -17,7 +17,7 @@ from engine.step import Component, Row, Step
 
 PAGE = 8
 DECODE, TEXT_DECODE = "thinker_decode", "thinker_text_decode"
-CPU = torch.device("cpu")
+OPS = ops_for("cpu")
 
 
 def positions(row: Row) -> np.ndarray:
@@ -58,7 +58,7 @@ def assert_same(got: Plan, want: Plan) -> None:
 def planned(plans: PlanCache, *rows: Row) -> Plan:
     """The cache's plan of a step, which must equal a fresh one."""
     plan = plans.plan(step(*rows), positions)
-    assert_same(plan, build_plan(step(*rows), positions, PAGE, CPU))
+    assert_same(plan, build_plan(step(*rows), positions, PAGE, OPS))
     return plan
 
 
@@ -115,7 +115,7 @@ def test_an_earlier_plan_stays_as_it_was_for_the_step_that_is_in_flight() -> Non
     planned(plans, row(0, 4), row(1, 6))
     kept = planned(plans, row(0, 5), row(1, 7))
     planned(plans, row(0, 6), row(1, 8))
-    assert_same(kept, build_plan(step(row(0, 5), row(1, 7)), positions, PAGE, CPU))
+    assert_same(kept, build_plan(step(row(0, 5), row(1, 7)), positions, PAGE, OPS))
 
 
 def test_switched_off_every_plan_is_laid_out_anew_and_counted_so() -> None:

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from engine.kernels import ops_for
 from engine.request import Sampling
 from engine.sampler import (
     ADJUSTED,
@@ -41,7 +42,6 @@ from engine.sampler import (
 )
 from tests.naive import Past, choose_one
 
-CPU = torch.device("cpu")
 INF = float("inf")
 
 
@@ -49,9 +49,9 @@ def opened(
     wishes: Sequence[Sampling], vocab: int, prompts: Sequence[Sequence[int]] = (), *, codebooks: int = 1
 ) -> Sampler:
     """A sampler whose slot n holds a request that asks for `wishes[n]`, with the prompt `prompts[n]` if there is one."""
-    made = Sampler(len(wishes), vocab, stream=THINKER_STREAM, codebooks=codebooks, device=CPU)
+    made = Sampler(len(wishes), vocab, stream=THINKER_STREAM, codebooks=codebooks, ops=ops_for("cpu"))
     for slot, wish in enumerate(wishes):
-        made.open(slot, wish, torch.tensor(prompts[slot]) if prompts else None)
+        made.open(slot, wish, np.array(prompts[slot], dtype=np.int32) if prompts else None)
     return made
 
 
@@ -347,7 +347,7 @@ def test_a_slot_forgets_its_last_request() -> None:
     used = opened([EVERYTHING, EVERYTHING], 30, [list(range(20))] * 2)
     greedy_run(used, EVERYTHING, 0, logits, 6)
     for wish in (Sampling(repetition_penalty=1.2), Sampling(frequency_penalty=1.0), Sampling(logit_bias={5: 1.0})):
-        used.open(0, wish, torch.tensor([2, 3]))
+        used.open(0, wish, np.array([2, 3], dtype=np.int32))
         # The neighbour's wishes make all states count for this row too.
         rows = used.rows([wish, EVERYTHING], torch.tensor([0, 1]), [0, 0])
         alone = chosen([wish], logits, [0], torch.arange(30)[None] // 2 == 1)
