@@ -24,6 +24,7 @@ import zmq
 from engine.config import EngineSettings, child_environment
 from engine.errors import EngineDeadError, RequestError, WalkgateError
 from engine.metrics import RequestHistograms, RequestTimes
+from engine.profiling import Outcome, Window
 from engine.request import Event, Request
 
 _LONGEST_ADDRESS = 100  # a socket's path holds 107 bytes on Linux, fewer elsewhere
@@ -46,6 +47,13 @@ class AskCounters(msgspec.Struct, frozen=True, tag=True):
     """To the engine: send the counters, under this number."""
 
     number: int
+
+
+class OpenWindow(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: profile this window, and say under this number how it ended."""
+
+    number: int
+    window: Window
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -94,8 +102,25 @@ class Counters(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, float]
 
 
-Order = Add | Cancel | AskCounters | Shutdown
-News = Hello | Failed | Events | Beat | Refused | Counters
+class WindowEnded(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: how the window of this number ended."""
+
+    number: int
+    outcome: Outcome
+
+
+class WindowRefused(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: why there is nothing to be had of the window of this number, with the fields of the RequestError."""
+
+    number: int
+    message: str
+    field: str | None
+    code: str
+    status: int
+
+
+Order = Add | Cancel | AskCounters | OpenWindow | Shutdown
+News = Hello | Failed | Events | Beat | Refused | Counters | WindowEnded | WindowRefused
 
 
 class BootError(WalkgateError):
@@ -193,6 +218,7 @@ class EngineClient:
     _decoder: msgspec.msgpack.Decoder[News] = field(default_factory=lambda: msgspec.msgpack.Decoder(News), init=False)
     _streams: dict[str, _Mailbox] = field(default_factory=dict, init=False)
     _asked: dict[int, asyncio.Future[dict[str, float]]] = field(default_factory=dict, init=False)
+    _windows: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict, init=False)
     _number: int = field(default=0, init=False)
     _ended: WalkgateError | None = field(default=None, init=False)
     _progress_at: float = field(default=0.0, init=False)
@@ -283,6 +309,23 @@ class EngineClient:
         finally:
             self._asked.pop(number, None)
 
+    async def profile(self, window: Window) -> Outcome:
+        """Let the engine profile a window and wait for its end, which comes whether or not anybody still waits.
+
+        Raises RequestError if the engine refuses it or the server shuts down, EngineDeadError if the engine process ends.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Outcome] = self._loop.create_future()
+        self._windows[number] = answer
+        self._post(OpenWindow(number, window))
+        try:
+            return await answer
+        finally:
+            self._windows.pop(number, None)
+
     def fail(self, message: str) -> None:
         """End every open stream with an EngineDeadError: the engine process is gone."""
         self._end(EngineDeadError(message))
@@ -299,7 +342,8 @@ class EngineClient:
             self._hello.exception()  # marks it as seen: nobody may be waiting for it
         for mailbox in self._streams.values():
             mailbox.put(error)
-        for answer in self._asked.values():
+        waiting: list[asyncio.Future[dict[str, float]] | asyncio.Future[Outcome]] = [*self._asked.values()]
+        for answer in [*waiting, *self._windows.values()]:
             if not answer.done():
                 answer.set_exception(error)
 
@@ -341,11 +385,22 @@ class EngineClient:
             answer = self._asked.get(news.number)
             if answer is not None and not answer.done():
                 answer.set_result(news.values)
+        elif isinstance(news, WindowEnded | WindowRefused):
+            self._end_window(news)
         elif not self._hello.done():
             if isinstance(news, Hello):
                 self._hello.set_result(news)
             else:
                 self._hello.set_exception(BootError(news.message))
+
+    def _end_window(self, news: WindowEnded | WindowRefused) -> None:
+        answer = self._windows.get(news.number)
+        if answer is None or answer.done():
+            return
+        if isinstance(news, WindowEnded):
+            answer.set_result(news.outcome)
+        else:
+            answer.set_exception(RequestError(news.message, field=news.field, code=news.code, status=news.status))
 
     def _deal_out(self, events: list[Event]) -> None:
         """Put each event into its stream; the last one closes it, so that its end is not taken for a cancellation."""

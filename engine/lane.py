@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
@@ -18,7 +20,8 @@ log = logging.getLogger("walkgate.engine")
 class Lane:
     """Launches steps of one component, at most `depth` of them in flight, and finishes them in order.
 
-    With a depth of 2 the next step is launched before the one in flight is read: launch-ahead.
+    With a depth of 2 the next step is launched before the one in flight is read: launch-ahead. Each launch stands in a context
+    of `ranges`, which profiling.py sets while a window is open.
     """
 
     def __init__(self, runner: Runner, depth: int = 1) -> None:
@@ -33,6 +36,7 @@ class Lane:
             "steps_split_after_error": 0,
         }
         self.walk_rows: Counter[str] = Counter()
+        self.ranges: Callable[[Step], AbstractContextManager[object]] = nullcontext
 
     @property
     def component(self) -> Component:
@@ -52,10 +56,11 @@ class Lane:
     def launch(self, step: Step) -> None:
         """Run `step`; a failing one is run again row by row, and a row that fails alone becomes an error."""
         self._count(step)
-        try:
-            self._in_flight.append((step, [self.runner.launch(step)], []))
-        except Exception as error:
-            self._in_flight.append(self._launch_row_by_row(step, error))
+        with self.ranges(step):
+            try:
+                self._in_flight.append((step, [self.runner.launch(step)], []))
+            except Exception as error:
+                self._in_flight.append(self._launch_row_by_row(step, error))
 
     def _count(self, step: Step) -> None:
         walks = Counter(row.walk for row in step.rows)

@@ -43,8 +43,8 @@ LAYERS = (
     ),
     ("engine.kv", "engine.loopback", "engine.stream"),
     ("engine.model",),
-    ("engine.sampler", "engine.stop", "engine.capture"),
-    ("engine.lane", "engine.runner"),
+    ("engine.sampler", "engine.stop", "engine.capture", "engine.graphs"),
+    ("engine.lane", "engine.runner", "engine.profiling"),
     ("engine.loop",),
     ("engine.engine", "engine.client"),
     ("engine.server",),
@@ -57,7 +57,7 @@ NO_TORCH = (
 
 PURE_GATE = (
     *("cell", "order", "record", "metrics", "wer", "greedy", "stats", "verdict"),
-    *("report", "appendix", "markdown", "summary", "frames"),
+    *("report", "appendix", "markdown", "summary", "frames", "kernels"),
 )
 # `random` is not among them: a generator made from a seed is pure, and the test below lets nothing else of it pass.
 # fmt: off

@@ -18,6 +18,7 @@ from engine.server.failure import error_for
 from engine.server.fields import shown
 from engine.server.front import OK, Front
 from engine.server.openai_routes import add_openai_routes
+from engine.server.profile import add_profile_route
 from engine.server.protocol import GenerateFields
 from engine.server.reply import JSON, LINES, GenerateReply
 from engine.server.respond import Job, as_request_error, respond
@@ -56,6 +57,7 @@ def create_app(front: Front) -> FastAPI:
 
         return await answer(front.counters, request, begin, front.max_body_bytes)
 
+    add_profile_route(app, front)
     add_openai_routes(app, front)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(EngineDeadError, _refused)

@@ -22,7 +22,8 @@ from rich.console import Console
 from engine.config import (
     API_KEY_VARIABLE,
     DEVICES,
-    PREFILL_CHUNK,
+    GPU_SWITCHES,
+    PREFILL_CHUNKS,
     SWITCHES,
     EngineSettings,
     ServerSettings,
@@ -78,7 +79,13 @@ def serve(
     load_format: Annotated[
         str, typer.Option(help="auto reads the folder's tensors; dummy draws them, so the folder needs none.")
     ] = "auto",
-    disable: Annotated[str, typer.Option(help=f"Switches to turn off, comma-separated: {', '.join(SWITCHES)}.")] = "",
+    disable: Annotated[
+        str,
+        typer.Option(
+            help=f"Switches to turn off, comma-separated: {', '.join(SWITCHES)}; "
+            f"on a GPU also {', '.join(GPU_SWITCHES)}."
+        ),
+    ] = "",
     enable: Annotated[
         str, typer.Option(help="Switches to turn on that are off on this device: launch_ahead on a CPU.")
     ] = "",
@@ -91,9 +98,17 @@ def serve(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 64,
     prefill_chunk: Annotated[
-        int,
-        typer.Option(min=1, help="Most prompt positions of a step; what decodes waits no longer than one such step."),
-    ] = PREFILL_CHUNK,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most prompt positions of a step; what decodes waits no longer than one such step. "
+            f"(default: {PREFILL_CHUNKS['cpu']} on a CPU, {PREFILL_CHUNKS['cuda']} on a GPU)",
+        ),
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="On a GPU: the same tokens for a request in any company, more slowly."),
+    ] = False,
     phase_timing: Annotated[
         bool, typer.Option("--phase-timing", help="Measure where a step's time goes, into /metrics.")
     ] = False,
@@ -106,6 +121,16 @@ def serve(
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. (default: the folder's name)")
+    ] = None,
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            writable=True,
+            resolve_path=True,
+            help="A folder for the traces of POST /profile, which is refused without one.",
+        ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -123,7 +148,7 @@ def serve(
     """Serve a model over HTTP until SIGINT or SIGTERM.
 
     OpenAI's routes: POST /v1/chat/completions, /v1/completions, /v1/audio/speech, /v1/audio/transcriptions, GET /v1/models.
-    Its own: POST /generate, GET /health, /info, /metrics, /openapi.json.
+    Its own: POST /generate, /profile, GET /health, /info, /metrics, /openapi.json.
     """
     _end_at_signals()
     engine = EngineSettings(
@@ -134,7 +159,8 @@ def serve(
         dtype=default_dtype(device) if dtype == "auto" else dtype,
         threads=threads,
         max_batch=max_batch,
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=prefill_chunk or PREFILL_CHUNKS.get(device, PREFILL_CHUNKS["cpu"]),
+        batch_invariant=batch_invariant,
         phase_timing=phase_timing,
         load_format=load_format,
     )
@@ -146,6 +172,7 @@ def serve(
         max_body_mb=max_body_mb,
         max_audio_seconds=max_audio_seconds,
         served_model_name=served_model_name or _built_in_name(model),
+        profile_dir=profile_dir,
         api_keys=api_keys(api_key or ()),
     )
     if str(model) == SHAPES_NAME and load_format != "dummy":
@@ -193,6 +220,31 @@ def info(
         return
     for name, value in found.items():
         typer.echo(f"{name:14} {_plain(value)}")
+
+
+@app.command(
+    epilog="Examples:  [b]omni tune[/b]  ·  [b]omni tune --quick --out tables[/b]  ·  [b]omni tune --ops gemv --rows 1,2[/b]"
+)
+def tune(
+    out: Annotated[
+        Path | None, typer.Option(help="The folder that the tables go to. (default: tiles in the cache folder)")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="The sizes to tune for: a checkpoint folder, or the released ones by name.")
+    ] = SHAPES_NAME,
+    ops: Annotated[str, typer.Option(help="Kernels to tune, comma-separated. (default: all)")] = "",
+    rows: Annotated[str, typer.Option(help="Row counts to tune at, comma-separated. (default: 1 to 2048)")] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rows, and only what is nearest to the defaults.")
+    ] = False,
+    budget_s: Annotated[float, typer.Option(help="Seconds to spend; what was found by then is written.")] = 300.0,
+) -> None:
+    """Measure which tiles the kernels run fastest with on this machine's GPU, and write them as tables."""
+    from engine.server import tune as tuning
+
+    asked = tuning.settings(out or cache_folder() / "tiles", Path(model).name, ops, rows, quick, budget_s)
+    tuning.check_gpu()
+    tuning.tune_gpu(asked, tuning.shapes(OmniConfig.load(_model_folder(Path(model))).thinker))
 
 
 def _plain(value: object) -> str:

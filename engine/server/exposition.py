@@ -55,6 +55,7 @@ _HELP = {
     "tokens_total": "Text tokens that were generated.",
     "frames_total": "Frames of speech, of 80 ms each, that the Talker generated.",
     "samples_total": "Samples of speech, 24,000 a second, that were made.",
+    "profile_windows_total": "Windows of steps that were opened for a profiler.",
     "streams_dropped_total": "Tokens or frames that a walk passes to a component that the request does not use, such as "
     "text for a Talker when no speech was asked for. Nothing of an answer is lost.",
     "slots": "Requests that the engine can hold at once.",

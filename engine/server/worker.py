@@ -21,7 +21,22 @@ import msgspec
 import zmq
 
 import engine
-from engine.client import Add, AskCounters, Beat, Cancel, Counters, Events, Failed, Hello, News, Order, Refused
+from engine.client import (
+    Add,
+    AskCounters,
+    Beat,
+    Cancel,
+    Counters,
+    Events,
+    Failed,
+    Hello,
+    News,
+    OpenWindow,
+    Order,
+    Refused,
+    WindowEnded,
+    WindowRefused,
+)
 from engine.config import EngineSettings, SettingError
 from engine.errors import RequestError, WalkgateError
 from engine.request import Event
@@ -31,6 +46,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_CANNOT_SERVE, EXIT_FAULT = 0, 1, 70
 _IDLE_MS = 500
+_WINDOW_IDLE_MS = 50  # how late the end of a window for which no steps come may be noticed
 _BEAT_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
@@ -44,6 +60,8 @@ class Worker:
     socket: zmq.Socket[bytes]
     engine: Engine
     parent: int
+    _window: int | None = field(default=None, init=False)
+    _windows: int = field(default=0, init=False)
     _told_at: float = field(default=0.0, init=False)
     _told_steps: int = field(default=0, init=False)
 
@@ -52,12 +70,20 @@ class Worker:
         decoder = msgspec.msgpack.Decoder(Order)
         while os.getppid() == self.parent:
             # Work never waits for messages; without work the process sleeps until one comes.
-            if self.socket.poll(0 if self.engine.has_work else _IDLE_MS) and not self._take_all(decoder):
+            if self.socket.poll(self._idle_ms) and not self._take_all(decoder):
                 return
             if self.engine.has_work:
                 events = self.engine.step()
                 with self.engine.phases("emit"):
                     self._tell(events)
+            if self._window is not None:
+                self._end_window(self._window)
+
+    @property
+    def _idle_ms(self) -> int:
+        if self.engine.has_work:
+            return 0
+        return _IDLE_MS if self._window is None else _WINDOW_IDLE_MS
 
     def _take_all(self, decoder: msgspec.msgpack.Decoder[Order]) -> bool:
         """Follow every order that has arrived; False after a Shutdown."""
@@ -71,7 +97,9 @@ class Worker:
             elif isinstance(order, Cancel):
                 self.engine.cancel(order.request_id)
             elif isinstance(order, AskCounters):
-                self._send(Counters(order.number, self.engine.counters()))
+                self._send(Counters(order.number, self.engine.counters() | {"profile_windows_total": self._windows}))
+            elif isinstance(order, OpenWindow):
+                self._open_window(order)
             else:
                 return False
 
@@ -85,6 +113,28 @@ class Worker:
             log.exception("request %s could not be added", request_id)
             self.engine.cancel(request_id)
             self._send(Refused(request_id, f"{type(error).__name__}: {error}", None, "engine", 500))
+
+    def _open_window(self, order: OpenWindow) -> None:
+        try:
+            self.engine.profiler.open(order.window)
+        except RequestError as error:
+            self._send(WindowRefused(order.number, error.message, error.field, error.code, error.status))
+            return
+        self._window = order.number
+        self._windows += 1
+
+    def _end_window(self, number: int) -> None:
+        """Say how the open window ended, once it has."""
+        try:
+            outcome = self.engine.profiler.close_if_over()
+        except RequestError as error:
+            log.exception("the window could not be profiled")
+            self._send(WindowRefused(number, error.message, error.field, error.code, error.status))
+        else:
+            if outcome is None:
+                return
+            self._send(WindowEnded(number, outcome))
+        self._window = None
 
     def _tell(self, events: list[Event]) -> None:
         """Send what a turn made, or a Beat when none was told of for a while: only if steps ran, so a wedge is silence."""
@@ -116,7 +166,7 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     import torch
 
     from engine.detokenize import TokenBytes
-    from engine.engine import Engine
+    from engine.engine import Engine, kernel_options
     from engine.model.chat import load_tokenizer
     from engine.model.omni import load_model
 
@@ -129,6 +179,7 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
         dtype=dtype,
         chunk_frames=settings.chunk_frames,
         dummy=settings.load_format == "dummy",
+        options=kernel_options(settings),
     )
     try:
         return Engine(model, settings, token_bytes.of), model.weights_digest

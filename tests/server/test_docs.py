@@ -127,6 +127,7 @@ def test_the_openapi_document_has_every_body_and_needs_nothing_else(server: Serv
     posts = {path: item["post"] for path, item in document["paths"].items() if "post" in item}
     assert posts.keys() == {
         "/generate",
+        "/profile",
         *(f"/v1/{path}" for path in ("chat/completions", "completions", "audio/speech", "audio/transcriptions")),
     }
     for path, post in posts.items():

@@ -29,6 +29,6 @@ def test_random_requests_get_documented_answers_and_no_5xx(server: Server, tmp_p
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "Tested: 10" in done.stdout
+    assert "Tested: 11" in done.stdout
     assert server.metrics()["http_failed_total"] == 0
     assert "Traceback" not in server.text()
