@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from gate import plant, run
+from gate import kernels, plant, run, trace
 from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, git, laid_out, make_model, parse_env, split_words
+from gate.kernels import TraceError
 from gate.plant import PlantError
 from gate.run import EXIT_INVALID
 from gate.rundir import RunDir, RunDirError, existing
@@ -41,7 +42,7 @@ from gate.workload import WorkloadError, default_root, load_prompts, ordered
 EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
 EXIT_INTERRUPTED = 130
 DEMO_SLOW = 0.30
-USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError)
+USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError, TraceError)
 
 
 class GateGroup(TyperGroup):
@@ -102,7 +103,10 @@ SetName = Annotated[str, typer.Option("--set", metavar="NAME", help="The cell se
 Cells = Annotated[str, typer.Option(metavar="A,B", help="Only these cells, such as T2T@1,A2T@4.")]
 Sessions = Annotated[int, typer.Option(min=1, metavar="N", help="Server boots per arm; the session is the sample.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides the order of sessions and of prompts.")]
-Model = Annotated[Path | None, typer.Option(metavar="DIR", help="The checkpoint both arms serve; absent: `omni tiny`.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="The checkpoint both arms serve, or its name at `omni serve`; absent: `omni tiny`."),
+]
 Run = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/TIME-BASE-HEAD.")
 ]
@@ -451,12 +455,14 @@ def run_one(
     device: Device = "cpu",
     door: Door = "auto",
     boot_timeout: Timeout = 300.0,
+    stop_after: StopAfter = "",
 ) -> None:
     """Measure one arm and print its metrics, session by session.
 
     Example: `gate run HEAD --set demo`
     """
     with _reported():
+        limit_s = _seconds(stop_after)
         choice = _choice("arm", ref, None, "", args, env, prefix="--")
         target = _run_dir(run_dir, "run", _label(choice))
     wish = Wish(
@@ -476,7 +482,7 @@ def run_one(
         door=door,
     )
     with _reported(target):
-        folder = _with_screen(lambda screen: run.carry_out(wish, screen))
+        folder = _with_screen(lambda screen: run.carry_out(wish, screen, limit_s))
         typer.echo(f"run: {folder.path}\n")
         typer.echo(session_table(folder.load()))
 
@@ -546,6 +552,54 @@ def _key_of(folder: Path, text: str) -> str:
     ):
         assert isinstance(arm, Arm)  # a folder is one
         return plant.prompt_key(make_model(arm, Path(place) / "model"), text)
+
+
+@app.command(name="kernels")
+def kernel_tables(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A torch-profiler trace (.json, .json.gz) or an Nsight export (.sqlite).",
+        ),
+    ],
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="The file to show the change from."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Rows by name; the others are one row.")] = 30,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write all rows here as JSON.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The whole file is N steps; no ranges are looked for.")
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option("--range", metavar="REGEX", help="What a step's range begins with; what follows is its kind."),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The kind of step to count; absent: the most frequent.")
+    ] = None,
+) -> None:
+    """Show where a step's GPU time goes: kernel, count × µs = µs a step, and what is left.
+
+    Examples:
+
+    `gate kernels trace.json.gz`
+
+    `gate kernels head.sqlite --base base.sqlite --kind 'decode rows=1 bucket=1'`
+    """
+    with _reported():
+        if steps is not None and (pattern is not None or kind is not None):
+            raise TraceError("--steps takes the whole file; leave --range and --kind out")
+        paths = [file] if base is None else [file, base]
+        head_tables, *others = [kernels.tables(trace.read(path), steps, pattern, kind) for path in paths]
+        typer.echo("\n".join(kernels.text(head_tables, others[0] if others else None, top)))
+        if json_file is not None:
+            json_file.write_bytes(kernels.encoded(head_tables, others[0] if others else None))
 
 
 @app.command()
