@@ -58,7 +58,7 @@ def make_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, de
 
 
 def host_plan(segments: Sequence[Segment], positions: Tensor, page_size: int, ops: Ops) -> Plan:
-    """What `make_plan` does with `positions` [3, n], left on the host: `Ops.upload` or a captured step takes it to the device."""
+    """What `make_plan` does with `positions` [3, n], left on the host: `Ops.upload` or a captured step takes it on."""
     if page_size % BLOCK:
         raise ValueError(f"page_size must be a multiple of {BLOCK}, is {page_size}")
     write: list[int] = []

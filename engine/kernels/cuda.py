@@ -32,7 +32,7 @@ from engine.kernels.per_pair import per_pair_down, per_pair_gate_up
 from engine.kernels.pointwise import argmax_slots, embed_rows, rms_norm, rope_tables
 from engine.kernels.reference import ReferenceOps
 from engine.kernels.route_align import MAX_PAIRS, route_align
-from engine.kernels.router_topk import Picked, router_topk
+from engine.kernels.router_topk import Picked, route_one, router_topk
 from engine.kernels.rows import DeviceLayout, RunLayout, Shape
 from engine.kernels.scratch import Scratch
 from engine.kernels.tiles import Registry, Tile
@@ -71,7 +71,10 @@ class CudaOps(ReferenceOps):
     def __init__(self, device: torch.device, options: KernelOptions) -> None:
         super().__init__(device)
         self.options = options
-        self.pdl = options.on("dependent_launch")
+        # Before Hopper no kernel can start while the one before it still runs.
+        self.pdl = options.on("dependent_launch") and (
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        )
         self.scratch = Scratch(device)
         self.counters = Counter()
         self._tiles: dict[tuple[object, ...], Tile] = {}
@@ -313,13 +316,13 @@ class CudaOps(ReferenceOps):
         live = _layout(plan).live
         route = self.route_of(len(x), routed)
         self.counters[f"experts_{route}"] += 1
-        logits = self._router_logits(x, routed)
         if route is routing.Route.PER_PAIR:
-            picked = self._picked(logits, x, routed, live)
+            picked = self._picked_per_pair(x, routed, live)
             tile = self._expert_tile("per_pair_gate_up", x, routed, per_pair.gate_up_tile)
             h = per_pair_gate_up(x, routed.norm, picked, routed.gate_up, tile=tile, pdl=self.pdl)
             tile = self._expert_tile("per_pair_down", x, routed, per_pair.down_tile)
             return per_pair_down(h, picked, routed.down, x, tile=tile, pdl=self.pdl)
+        logits = self._router_logits(x, routed)
         if route is routing.Route.ROUTE_ALIGN:
             picked, alignment = route_align(
                 logits,
@@ -367,6 +370,22 @@ class CudaOps(ReferenceOps):
             eps=routed.eps,
             out_dtype=torch.float32,
             way="split" if way == "library" else way,
+        )
+
+    def _picked_per_pair(self, x: Tensor, routed: Routed, live: Tensor | None) -> Picked:
+        """The choice of few rows; that of a single one comes from the kernel that multiplies it by the router."""
+        if len(x) > 1 or self._way(x) != "gemv":
+            return self._picked(self._router_logits(x, routed), x, routed, live)
+        self.counters["linear_gemv"] += 1
+        experts, width = routed.router.shape
+        sizes = {"K": width, "N": experts}
+        return route_one(
+            *(x, routed.norm, routed.eps, routed.router, routed.top_k),
+            renormalise=routed.renormalise,
+            live=live,
+            scratch=self.scratch,
+            tile=self._tile("gemv", sizes, x.dtype, 1, lambda: gemv_tile(experts, width, x.dtype)),
+            pdl=self.pdl,
         )
 
     def _picked(self, logits: Tensor, x: Tensor, routed: Routed, live: Tensor | None) -> Picked:

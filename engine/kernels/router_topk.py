@@ -1,4 +1,4 @@
-"""The router's choice: the top-k experts of each row and their weights, one program a row."""
+"""The router's choice: the top-k experts of each row and their weights, one program a row; for a single row with the router."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.scratch import Scratch
+from engine.kernels.tiles import Tile
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -97,15 +100,54 @@ def router_topk(
     return picked
 
 
+def route_one(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    router: Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    scoring: Scoring = "softmax",
+    live: Tensor | None = None,
+    scratch: Scratch,
+    tile: Tile,
+    pdl: bool,
+) -> Picked:
+    """What `router_topk` gives for the logits of a single row `x` [1, H], normed by `norm` [H], over `router` [E, H].
+
+    One kernel: a GEMV, as `gemv` with the same tile, whose last program to arrive chooses. `live` [1] int32 is 0 for padding.
+    """
+    experts, width = router.shape
+    assert x.shape == (1, width) and x.is_contiguous() and router.is_contiguous() and router.dtype == x.dtype
+    logits = scratch.floats(experts)[None]
+    constants = row_constants(logits, top_k, renormalise=renormalise, scoring=scoring, x=x)
+    picked = empty_picked(logits, top_k, x)
+    block = tile["BN"]
+    _route_one_kernel[(triton.cdiv(experts, block),)](
+        *(x, norm, router, logits, live, picked.weights, picked.ids, picked.rstd, scratch.counters(1), eps),
+        **constants,
+        BN=block,
+        MASKED=experts % block != 0 or triton.next_power_of_2(width) != width,
+        PDL=pdl,
+        num_warps=tile["warps"],
+        launch_pdl=pdl,
+    )
+    return picked
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def route_row(  # type: ignore[no-untyped-def]
     row, logits_ptr, x_ptr, live_ptr, weights_ptr, ids_ptr, rstd_ptr, eps,
     E: tl.constexpr, EP: tl.constexpr, EBITS: tl.constexpr, TOPK: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SIGMOID: tl.constexpr, SUMMED: tl.constexpr,
+    SIGMOID: tl.constexpr, SUMMED: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """Store one row's ids, weights and rstd. EP = 2**EBITS >= E; weights sum to 1 over the SUMMED best, 0 is no sum."""
+    """Store one row's ids, weights and rstd. EP = 2**EBITS >= E; weights sum to 1 over the SUMMED best, 0 is no sum.
+
+    CACHE is how logits are read: ".cg" where other programs of the same kernel have written them.
+    """
     e = tl.arange(0, EP)
-    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=-float("inf"))
+    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=-float("inf"), cache_modifier=CACHE)
     if x_ptr is not None:
         h = tl.arange(0, HP)
         x = tl.load(x_ptr + row * H + h, mask=h < H if HP != H else None, other=0.0 if HP != H else None)
@@ -130,6 +172,36 @@ def route_row(  # type: ignore[no-untyped-def]
         weights = tl.where(alive, weights, 0.0)
     tl.store(ids_ptr + row * TOPK + e, ids, mask=e < TOPK)
     tl.store(weights_ptr + row * TOPK + e, weights, mask=e < TOPK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route_one_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, norm_ptr, w_ptr, logits_ptr, live_ptr, weights_ptr, ids_ptr, rstd_ptr, arrived_ptr, eps,
+    E: tl.constexpr, EP: tl.constexpr, EBITS: tl.constexpr, TOPK: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    SIGMOID: tl.constexpr, SUMMED: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, HP)
+    in_k = k < H if MASKED else None
+    in_w = (n < E)[:, None] & (k < H)[None, :] if MASKED else None
+    zero = 0.0 if MASKED else None
+    w = tl.load(w_ptr + n[:, None] * H + k[None, :], mask=in_w, other=zero, eviction_policy="evict_first")
+    norm = tl.load(norm_ptr + k, mask=in_k, other=zero).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + k, mask=in_k, other=zero).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    logits = tl.sum(w.to(tl.float32) * (x * norm)[None, :], 1) * scale
+    tl.store(logits_ptr + n, logits, mask=n < E)
+    # The barrier brings the stores of all threads before the one thread's release.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr, 0)
+        route_row(
+            0, logits_ptr, x_ptr, live_ptr, weights_ptr, ids_ptr, rstd_ptr, eps,
+            E, EP, EBITS, TOPK, H, HP, SIGMOID, SUMMED, ".cg",
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from engine.kernels import grouped_gemm, per_pair
 from engine.kernels.align import Alignment, align
+from engine.kernels.gemv import gemv, gemv_tile
 from engine.kernels.route_align import route_align
-from engine.kernels.router_topk import Picked, router_topk
+from engine.kernels.router_topk import Picked, route_one, router_topk
 from engine.kernels.scratch import Scratch
 
 pytestmark = [
@@ -281,3 +282,22 @@ def test_a_row_has_the_same_bits_in_any_company(weights):
     everything = run(0, 64)
     for low, high in [(0, 1), (7, 9), (16, 48), (63, 64)]:
         assert torch.equal(run(low, high), everything[low:high])
+
+
+@DTYPES
+def test_one_kernel_routes_a_single_row_with_and_without_dependent_launch(weights: Weights):
+    scratch = Scratch(DEVICE)
+    router = torch.randn(EXPERTS, WIDTH, device=DEVICE).to(weights.dtype)
+    tile = gemv_tile(EXPERTS, WIDTH, weights.dtype)
+    for _ in range(20):
+        x = torch.randn(1, WIDTH, device=DEVICE).to(weights.dtype)
+        logits = gemv(x, router, norm=weights.norm, eps=EPS, out_dtype=torch.float32, tile=tile, pdl=False)
+        wanted = router_topk(logits, TOP_K, renormalise=True, x=x, eps=EPS, pdl=False)
+        found = [
+            route_one(*(x, weights.norm, EPS, router, TOP_K), renormalise=True, scratch=scratch, tile=tile, pdl=pdl)
+            for pdl in (False, True)
+        ]
+        for one in found:
+            assert torch.equal(one.ids, wanted.ids)
+            torch.testing.assert_close(one.weights, wanted.weights, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[0].weights, found[1].weights)

@@ -40,8 +40,7 @@ def weights(tiny_checkpoint: Path) -> Weights:
 
 
 def options(*off: str, **more: bool) -> KernelOptions:
-    pdl = () if torch.cuda.is_available() else ("dependent_launch",)
-    return KernelOptions(off=frozenset((*off, *pdl)), dtype=torch.float32, **more)
+    return KernelOptions(off=frozenset(off), dtype=torch.float32, **more)
 
 
 def plan_of(step, ops: Ops, lead: int | None = None) -> tuple[Tensor, Plan]:

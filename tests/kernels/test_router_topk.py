@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.router_topk import router_topk
+from engine.kernels.gemv import gemv
+from engine.kernels.router_topk import route_one, router_topk
+from engine.kernels.scratch import Scratch
 
 ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33]
 
@@ -97,3 +99,27 @@ def test_what_cannot_be_ranked_is_refused(device):
         router_topk(logits, 5, renormalise=True, pdl=False)
     with pytest.raises(ValueError, match="scoring must be softmax or sigmoid, is 'linear'"):
         router_topk(logits, 2, renormalise=True, scoring="linear", pdl=False)
+
+
+@pytest.mark.parametrize(("experts", "width", "block"), [(16, 64, 2), (10, 48, 4), (128, 96, 8)])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("alive", [None, 1, 0])
+def test_one_kernel_routes_a_single_row_as_its_product_and_router_topk_do(
+    device: torch.device, experts: int, width: int, block: int, renormalise: bool, alive: int | None
+):
+    generator = torch.Generator().manual_seed(experts + width)
+    x = torch.randn(1, width, generator=generator).to(device)
+    norm = (torch.rand(width, generator=generator) + 0.5).to(device)
+    router = torch.randn(experts, width, generator=generator).to(device)
+    live = None if alive is None else torch.tensor([alive], dtype=torch.int32, device=device)
+    tile, scratch = {"BN": block, "warps": 4, "stages": 1}, Scratch(device)
+    logits = gemv(x, router, norm=norm, eps=1e-6, out_dtype=torch.float32, tile=tile, pdl=False)
+    wanted = router_topk(logits, 3, renormalise=renormalise, x=x, eps=1e-6, live=live, pdl=False)
+    for _ in range(2):  # the counter is at zero again
+        found = route_one(
+            x, norm, 1e-6, router, 3, renormalise=renormalise, live=live, scratch=scratch, tile=tile, pdl=False
+        )
+        assert torch.equal(found.ids, wanted.ids)
+        torch.testing.assert_close(found.weights, wanted.weights)
+        assert found.rstd is not None and wanted.rstd is not None
+        torch.testing.assert_close(found.rstd, wanted.rstd)
