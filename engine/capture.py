@@ -53,6 +53,10 @@ class Capture(Protocol):
     def counters(self) -> dict[str, int]:
         """How steps ran."""
 
+    @property
+    def ways(self) -> dict[str, int]:
+        """How often each way of the kernels was taken."""
+
     def bucket(self, inputs: Inputs) -> int:
         """The padded row count that a step runs in (no tensors)."""
 
@@ -78,6 +82,11 @@ class Eager:
     def counters(self) -> dict[str, int]:
         """How steps ran: eagerly."""
         return {"steps_eager": self.eager_steps}
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How often each way of the kernels was taken."""
+        return dict(self._ops.counters)
 
     def bucket(self, inputs: Inputs) -> int:
         """The padded row count that a step runs in (no tensors)."""

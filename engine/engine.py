@@ -311,7 +311,7 @@ class Engine:
         found |= {f"{name}_total": value for name, value in self.capture.counters.items()}
         if isinstance(self.model.audio_encoder, BatchedAudioEncoder):
             found |= {f"audio_{name}_total": value for name, value in self.model.audio_encoder.counters.items()}
-        found |= {f"kernels_{name}_total": value for name, value in self.model.ops.counters.items()}
+        found |= {f"kernels_{name}_total": value for name, value in self.capture.ways.items()}
         found |= self.phases.counters(int(found["thinker_steps_total"]))
         found |= {f"{component}_pages_free": pool.free for component, pool in self.pages.items()}
         found |= {f"{component}_pages": pool.total for component, pool in self.pages.items()}

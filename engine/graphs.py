@@ -84,12 +84,13 @@ class StepBuffers:
 
 @dataclass(slots=True)
 class _Captured:
-    """A captured step: its static inputs, and where its results lie."""
+    """A captured step: its static inputs, where its results lie, and which ways its kernels took, at each of its replays."""
 
     graph: torch.cuda.CUDAGraph
     buffers: StepBuffers
     result: Tensor
-    counted: Counter[str]
+    ways: Counter[str]
+    replays: int = 0
 
 
 class Graphs:
@@ -128,6 +129,15 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(ops.device)  # type: ignore[no-untyped-call]
         self.own_counters = {"steps_captured": 0, "prompt_steps_captured": 0, "captures": 0, "padded_rows": 0}
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How often each way of the kernels was taken, in replays and eagerly."""
+        total = Counter(self._ops.counters)
+        for captured in self._captured.values():
+            for way, count in captured.ways.items():
+                total[way] += count * captured.replays
+        return dict(total)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -241,7 +251,7 @@ class Graphs:
         if not self._tables_inside:
             captured.buffers.prepare(self._eager.thinker, self._eager.tokens)
         captured.graph.replay()
-        self._ops.counters.update(captured.counted)
+        captured.replays += 1
         n = len(inputs.ids)
         self.own_counters["padded_rows"] += key[1] - n
         if inputs.walk is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib.util
 import logging
 import os
 import signal
@@ -48,6 +49,7 @@ EXIT_OK, EXIT_CANNOT_SERVE, EXIT_FAULT = 0, 1, 70
 _IDLE_MS = 500
 _WINDOW_IDLE_MS = 50  # how late the end of a window for which no steps come may be noticed
 _BEAT_S = 0.5
+_PROGRESS_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("walkgate.engine")
@@ -162,7 +164,33 @@ def _tie_to_parent() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
+class _Progress:
+    """Tells the log how far a load is, every few seconds."""
+
+    def __init__(self) -> None:
+        self._told_at = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= _PROGRESS_S:
+            self._told_at = now
+            log.info("loaded %.1f of %.1f GB (%d %%)", done / 1e9, total / 1e9, 100 * done // total)
+
+
+def _check_device(device: str) -> None:
+    """Raise SettingError when this machine, or what is installed, can't run on `device`."""
+    import torch
+
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise SettingError(f"--device {device}: torch {torch.__version__} finds no CUDA GPU here; use --device cpu")
+    if importlib.util.find_spec("triton") is None:
+        raise SettingError(f"--device {device} needs Triton: pip install 'walkgate[cuda]'")
+
+
 def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
+    _check_device(settings.device)
     import torch
 
     from engine.detokenize import TokenBytes
@@ -180,6 +208,7 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
         chunk_frames=settings.chunk_frames,
         dummy=settings.load_format == "dummy",
         options=kernel_options(settings),
+        progress=_Progress(),
     )
     try:
         return Engine(model, settings, token_bytes.of), model.weights_digest
@@ -211,6 +240,7 @@ def main(address: str, parent: str, model_folder: str, settings_json: str) -> in
     """
     began = time.perf_counter()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO)
     _tie_to_parent()
     socket = _connect(address)
     try:

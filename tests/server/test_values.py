@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from engine.config import (
+    GPU_SWITCHES,
     SWITCHES,
     EngineSettings,
     ServerSettings,
@@ -119,6 +120,7 @@ def test_the_manual_has_every_flag_and_every_switch_and_no_other():
     flags = {name for one in serve.params for name in one.opts if name.startswith("--")}
     assert rows("Flags of `omni serve`") == flags
     assert rows("Switches") == set(SWITCHES)
+    assert rows("GPU switches") == set(GPU_SWITCHES)
 
 
 def test_the_manual_has_every_stage_of_health():
