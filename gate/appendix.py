@@ -225,6 +225,8 @@ def _provenance(run: RunData) -> list[str]:
 def _model_words(plan: Plan) -> str:
     if not plan.model_path:
         return "each arm its own; the gate named none"
+    if not plan.model_digest:
+        return f"{inline(plan.model_path)}, by this name; the weights are those that each server states"
     return f"{inline(plan.model_path)}, weights {plan.model_digest}"
 
 

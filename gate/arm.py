@@ -132,6 +132,22 @@ def source_digest(tree: Path) -> str:
     return total.hexdigest()
 
 
+def is_model_name(model: Path) -> bool:
+    """Whether a --model may be a name that `omni serve` knows: one word that is no folder here."""
+    return model.parts == (str(model),) and str(model)[0] not in "./~" and not model.exists()
+
+
+def check_model_name(arm: Arm, model: Path, timeout_s: float = 120.0) -> None:
+    """Raise ArmError unless an arm's own `omni info` knows a model by this name."""
+    try:
+        done = process.run(arm.command("info", str(model)), timeout_s, cwd=arm.tree, env=arm.environment())
+    except subprocess.TimeoutExpired as error:
+        raise ArmError(f"`omni info {model}` of {arm.info.name} took over {timeout_s:.0f} s") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ArmError(f"--model {model} is not a folder, nor a name that {arm.info.name} knows ({last})")
+
+
 def weights_digest(folder: Path) -> str:
     """SHA-256 hex over the regular files directly in a model folder: name and file digest, sorted by name."""
     if not folder.is_dir():

@@ -5,7 +5,7 @@ The text that `parse_cells` reads (`workloads/cells.toml`):
     version = 1
 
     [defaults.T2T]                  # per task; every key of a cell but `task` and `concurrency`
-    workload = "prompts"            # prompts | clips | librispeech
+    workload = "prompts"            # prompts | clips | librispeech | ids
     primary = "tok/s"               # a name of METRICS; leave out for the task's usual one
     warm_waves = 1                  # waves of `concurrency` requests that are asked first and never measured
 
@@ -16,7 +16,9 @@ The text that `parse_cells` reads (`workloads/cells.toml`):
     ]
 
 Keys of a cell: task, concurrency, requests, warm_waves (0), max_tokens (256), ignore_eos (false), max_frames (none; speech
-tasks only), primary, workload, greedy (false: compare its tokens). An unknown key, task, metric or workload is a ValueError.
+tasks only), primary, workload, greedy (false: compare its tokens). The workload `ids` asks T2T for prompts of `prompt_tokens`
+random token ids, each below `ids_below` (256: the single bytes, which every byte-level tokenizer has first). An unknown key,
+task, metric or workload is a ValueError.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ import msgspec
 TASKS = ("T2T", "A2T", "T2S", "A2S")
 SPEECH_TASKS = frozenset({"T2S", "A2S"})
 AUDIO_IN_TASKS = frozenset({"A2T", "A2S"})
-WORKLOADS = ("prompts", "clips", "librispeech")
+IDS = "ids"
+WORKLOADS = ("prompts", "clips", "librispeech", IDS)
+BYTE_IDS = 256
 _USUAL_PRIMARY = {"T2T": "tok/s", "A2T": "RTFx", "T2S": "audio-s/s", "A2S": "audio-s/s"}
 _SPEECH_ONLY_METRICS = frozenset({"audio-s/s"})
 
@@ -77,10 +81,11 @@ METRICS: dict[str, Metric] = {
 }
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
     """A task at a concurrency (closed-loop clients), with what each of its requests asks for.
 
     `requests` are measured, after `warm_waves` × `concurrency` that are not. `max_frames` caps speech (None: the model does).
+    `prompt_tokens` and `ids_below` are those of the workload `ids`, and None elsewhere.
     """
 
     name: str
@@ -94,6 +99,13 @@ class Cell(msgspec.Struct, frozen=True):
     primary: str
     workload: str
     greedy: bool
+    prompt_tokens: int | None = None
+    ids_below: int | None = None
+
+    @property
+    def source(self) -> str:
+        """The name of the workload that its items come from; prompts of random ids are each cell's own."""
+        return f"{IDS} {self.name}" if self.workload == IDS else self.workload
 
 
 class CellSet(msgspec.Struct, frozen=True):
@@ -115,8 +127,18 @@ _KINDS: dict[str, type] = {
     "primary": str,
     "workload": str,
     "greedy": bool,
+    "prompt_tokens": int,
+    "ids_below": int,
 }
-_LEAST = {"concurrency": 1, "requests": 1, "warm_waves": 0, "max_tokens": 1, "max_frames": 1}
+_LEAST = {
+    "concurrency": 1,
+    "requests": 1,
+    "warm_waves": 0,
+    "max_tokens": 1,
+    "max_frames": 1,
+    "prompt_tokens": 1,
+    "ids_below": 2,
+}
 
 
 def parse_cells(toml_text: str) -> dict[str, CellSet]:
@@ -206,6 +228,8 @@ def _cell(row: dict[str, object], where: str, defaults: dict[str, dict[str, obje
             raise ValueError(f"{key} is missing in {where}")
     _choice(full["workload"], WORKLOADS, "workload", where)
     _fits(task, full, where)
+    if full["workload"] == IDS:
+        full.setdefault("ids_below", BYTE_IDS)
     return msgspec.convert({"name": f"{task}@{full['concurrency']}", **full}, Cell)
 
 
@@ -222,5 +246,17 @@ def _fits(task: str, full: Mapping[str, object], where: str) -> None:
         raise ValueError(f"primary = 'RTFx' in {where} needs input audio, and {task} has none")
     if full["max_frames"] is not None and task not in SPEECH_TASKS:
         raise ValueError(f"max_frames in {where} is for speech tasks, and {task} is not one")
-    if (full["workload"] == "prompts") == (task in AUDIO_IN_TASKS):
+    if (full["workload"] in ("prompts", IDS)) == (task in AUDIO_IN_TASKS) or (
+        full["workload"] == IDS and task != "T2T"
+    ):
         raise ValueError(f"workload = {full['workload']!r} in {where} does not fit {task}")
+    _fits_ids(full, where)
+
+
+def _fits_ids(full: Mapping[str, object], where: str) -> None:
+    """Refuse random ids without a length, and a length without random ids."""
+    given = [key for key in ("prompt_tokens", "ids_below") if full.get(key) is not None]
+    if full["workload"] == IDS and "prompt_tokens" not in given:
+        raise ValueError(f"prompt_tokens is missing in {where}; workload = 'ids' needs it")
+    if full["workload"] != IDS and given:
+        raise ValueError(f"{given[0]} in {where} is for workload = 'ids', and this is {full['workload']!r}")

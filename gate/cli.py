@@ -105,7 +105,9 @@ Sessions = Annotated[int, typer.Option(min=1, metavar="N", help="Server boots pe
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides the order of sessions and of prompts.")]
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="The checkpoint both arms serve, or its name at `omni serve`; absent: `omni tiny`."),
+    typer.Option(
+        metavar="DIR", help="The checkpoint both arms serve, or its name at `omni serve`; absent: `omni tiny`."
+    ),
 ]
 Run = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/TIME-BASE-HEAD.")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import aiohttp
 
-from gate.cell import SPEECH_TASKS, Cell
+from gate.cell import IDS, SPEECH_TASKS, Cell
 from gate.door import Door, Reply
 from gate.generate import GenerateDoor
-from gate.openai import OpenAiDoor
+from gate.openai import CHAT, COMPLETIONS, OpenAiDoor
 from gate.record import Item, Lag, Record
 
 TIMEOUTS_IN_A_ROW = 2  # after so many, a cell's remaining requests are not sent: a hung server would cost hours
@@ -84,9 +84,11 @@ class Measured:
     lag: Lag
 
 
-def door_of(target: Target) -> Door:
-    """The door at which a target is asked."""
-    return OpenAiDoor(target.model, target.ours) if target.door == "openai" else GenerateDoor()
+def door_of(target: Target, cell: Cell) -> Door:
+    """The door at which a target is asked for a cell."""
+    if target.door != "openai":
+        return GenerateDoor()
+    return OpenAiDoor(target.model, target.ours, COMPLETIONS if cell.workload == IDS else CHAT)
 
 
 def measure(
@@ -101,7 +103,7 @@ def measure(
 
     `headers` go with every request and are written nowhere.
     """
-    door = door_of(target)
+    door = door_of(target, cell)
     warm_asks = [Ask(item, door.body(cell, item, root)) for item in warm]
     asks = [Ask(item, door.body(cell, item, root)) for item in items]
     gc.collect()

@@ -67,8 +67,9 @@ class GenerateDoor:
     def body(self, cell: Cell, item: Item, root: Path) -> bytes:
         """The JSON body for one item in one cell; audio paths are relative to `root` unless absolute."""
         speech = cell.task in SPEECH_TASKS
+        prompt = {"text": item.text or ""} if item.token_ids is None else {"prompt_token_ids": item.token_ids}
         body: dict[str, object] = {
-            "text": item.text or "",
+            **prompt,
             "output": ["text", "audio"] if speech else ["text"],
             "stream": True,
             "max_tokens": cell.max_tokens,

@@ -57,11 +57,13 @@ class LoadClient:
         if self._child is not None and self._child.process.poll() is None:
             return self._child.process
         self.stop()
-        root = str(Path(__file__).resolve().parent.parent)
+        # This gate first, whatever else lies there; packages may come by the caller's path.
+        path = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
         # Safe path: a folder called gate where the user stands must not be run in our place.
         words = [sys.executable, "-P", "-m", "gate.load"]
         with self.log.open("ab") as log, pinned(self.cores):
-            self._child = Child(words, env={**os.environ, "PYTHONPATH": root}, stdin=subprocess.PIPE, stderr=log)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+            self._child = Child(words, env=environment, stdin=subprocess.PIPE, stderr=log)
         return self._child.process
 
     def measure(self, job: Job) -> Measured:

@@ -1,5 +1,7 @@
 """Everybody's door, POST /v1/chat/completions, streamed: how peers are asked, and our own server beside a peer.
 
+A prompt of token ids goes to /v1/completions, the one route that takes it.
+
 Token ids don't come through it: tokens are counted by the server's usage and compared as text. Sound comes in one of two
 forms: OpenAI's `delta.audio.data` (raw 16-bit PCM) or vLLM-Omni's `modality: "audio"` with `delta.content`, each chunk a WAV
 file of its own.
@@ -24,6 +26,7 @@ from gate.generate import UNREADABLE, Count, speech_fields
 from gate.record import EventStamp, Item
 
 VOICE = "ethan"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class _CompletionDetails(msgspec.Struct):
@@ -49,6 +52,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
+    text: str | None = None  # of /v1/completions
     finish_reason: str | None = None
 
 
@@ -82,36 +86,47 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 @dataclass(frozen=True)
 class OpenAiDoor:
-    """POST /v1/chat/completions of the model with this name; `ours` when the server takes our `speech` extension."""
+    """POST /v1/chat/completions of the model with this name, or /v1/completions where that is the `path`.
+
+    `ours` says that the server takes our `speech` extension.
+    """
 
     model: str
     ours: bool = False
-    path: str = "/v1/chat/completions"
+    path: str = CHAT
     accept: str = "text/event-stream"
 
     def body(self, cell: Cell, item: Item, root: Path) -> bytes:
         """The JSON body for one item in one cell; audio paths are relative to `root` unless absolute."""
+        return msgspec.json.encode(self._completion(cell, item) if item.token_ids else self._chat(cell, item, root))
+
+    def _completion(self, cell: Cell, item: Item) -> dict[str, object]:
+        return {"prompt": item.token_ids, **self._shared(cell)}
+
+    def _chat(self, cell: Cell, item: Item, root: Path) -> dict[str, object]:
         content: object = item.text or ""
         if item.audio is not None:
             sound = {"data": base64.b64encode(wav_bytes(root / item.audio)).decode("ascii"), "format": "wav"}
             content = [{"type": "input_audio", "input_audio": sound}, {"type": "text", "text": item.text or ""}]
+        messages = [{"role": "user", "content": content}]
+        body: dict[str, object] = {"messages": messages, "modalities": ["text"], **self._shared(cell)}
+        if cell.task in SPEECH_TASKS:
+            body |= {"modalities": ["text", "audio"], "audio": {"voice": VOICE, "format": "pcm16"}}
+            body |= {"speech": speech_fields(cell)} if self.ours else {}
+        return body
+
+    def _shared(self, cell: Cell) -> dict[str, object]:
+        """The fields that both routes take."""
         # Not max_completion_tokens: vLLM-Omni drops it without a word, and every server takes the older name.
-        body: dict[str, object] = {
+        return {
             "model": self.model,
-            "messages": [{"role": "user", "content": content}],
             "max_tokens": cell.max_tokens,
             "temperature": 0.0,
             "seed": 0,  # speech is sampled even where the text is greedy
             "stream": True,
             "stream_options": {"include_usage": True},
-            "modalities": ["text"],
+            **({"ignore_eos": True} if cell.ignore_eos else {}),
         }
-        if cell.ignore_eos:
-            body["ignore_eos"] = True
-        if cell.task in SPEECH_TASKS:
-            body |= {"modalities": ["text", "audio"], "audio": {"voice": VOICE, "format": "pcm16"}}
-            body |= {"speech": speech_fields(cell)} if self.ours else {}
-        return msgspec.json.encode(body)
 
     def read(self, lines: Sequence[Stamped]) -> Reply:
         """Add up the server-sent events of a reply of status 200; what is wrong with the stream stands in `error`."""
@@ -173,7 +188,7 @@ def _add(reply: Reply, chunk: _Chunk, t_us: int, pcm: Pcm) -> None:
     for choice in chunk.choices:
         audio = choice.delta.audio or _Audio()
         spoken = chunk.modality == "audio"
-        text = (choice.delta.content or "" if not spoken else "") + (audio.transcript or "")
+        text = (choice.delta.content or choice.text or "" if not spoken else "") + (audio.transcript or "")
         samples = pcm.push(_sound(reply, chunk, choice.delta.content if spoken else audio.data))
         if text or samples:
             reply.events.append(EventStamp(t_us, 0, len(text), samples))

@@ -14,8 +14,11 @@ from gate.cell import METRICS, Cell
 PEER_KINDS = frozenset({"command", "url"})  # kinds of arms that are no tree
 
 
-class Item(msgspec.Struct, frozen=True):
-    """One workload item. `audio` is a path relative to the workload's root; `audio_seconds` 0.0 without audio."""
+class Item(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One workload item. `audio` is a path relative to the workload's root; `audio_seconds` 0.0 without audio.
+
+    `token_ids` are the prompt itself where it is no text.
+    """
 
     id: str
     text: str | None
@@ -23,6 +26,7 @@ class Item(msgspec.Struct, frozen=True):
     audio_seconds: float
     reference: str | None
     speaker: str | None
+    token_ids: list[int] | None = None
 
 
 class EventStamp(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gate import rundir
-from gate.arm import Arm, ArmError, Peer, laid_out, make_model
+from gate.arm import Arm, ArmError, Peer, check_model_name, is_model_name, laid_out, make_model
 from gate.cell import Cell
 from gate.client import Limits, Measured, Target
 from gate.frames import build_frames
@@ -105,7 +105,15 @@ def prepare(
 
 
 def _model(wish: Wish, arms: Sequence[Arm | Peer], folder: RunDir, watcher: Watcher) -> Path | None:
-    """The checkpoint both arms serve: the one named, else one made by the first arm that can; None where all are peers."""
+    """The checkpoint both arms serve: the one named, else one made by the first arm that can; None where all are peers.
+
+    A name stays one: what it means is each arm's affair, and that they mean the same their digests must show.
+    """
+    if wish.model is not None and is_model_name(wish.model):
+        for arm in arms:
+            if isinstance(arm, Arm):
+                check_model_name(arm, wish.model)
+        return wish.model
     if wish.model is not None:
         return wish.model.resolve()
     maker = next((arm for arm in arms if isinstance(arm, Arm)), None)
@@ -326,7 +334,7 @@ class _Session:
 
     def _measure(self, server: Server, client: LoadClient, target: Target, cell: Cell) -> bool:
         """Measure a cell and keep its records; whether any request failed."""
-        workload, seed = self.ready.workloads[cell.workload], self.ready.plan.seed
+        workload, seed = self.ready.workloads[cell.source], self.ready.plan.seed
         warm = warm_items(workload.items, cell.warm_waves * cell.concurrency, seed, workload.name)
         before = server.counters()
         try:
@@ -348,7 +356,7 @@ class _Session:
 
     def items(self, cell: Cell) -> list[Item]:
         """The items of a cell in the plan's order, equal for both arms."""
-        workload = self.ready.workloads[cell.workload]
+        workload = self.ready.workloads[cell.source]
         return ordered(workload.items, cell.requests, self.ready.plan.seed, workload.name)
 
     def fail(self, problem: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from gate.arm import Arm, ArmChoice, ArmError, Peer, resolve, weights_digest
-from gate.cell import Cell
+from gate.arm import Arm, ArmChoice, ArmError, Peer, is_model_name, resolve, weights_digest
+from gate.cell import IDS, Cell
 from gate.client import Limits
 from gate.host import available_cores
 from gate.markdown import plural
@@ -31,6 +31,7 @@ from gate.workload import (
     load_clips,
     load_librispeech,
     load_prompts,
+    make_ids,
     workload_hash,
 )
 
@@ -68,9 +69,9 @@ def check(wish: Wish) -> None:
     cells = chosen_cells(wish)
     if wish.door not in DOORS:
         raise ArmError(f"--door {wish.door!r} does not exist; there are {', '.join(DOORS)}")
-    if wish.model is not None:
+    if wish.model is not None and not (is_model_name(wish.model) and any(not one.peer for one in resolved)):
         weights_digest(wish.model)
-    elif all(one.peer for one in resolved) and any("{model}" in one.peer for one in resolved):
+    elif wish.model is None and all(one.peer for one in resolved) and any("{model}" in one.peer for one in resolved):
         raise ArmError("a command names {model}, but there is none: name a checkpoint with --model")
     for one in resolved:
         if one.kind == "url" and not is_healthy_within(one.peer, URL_PATIENCE_S):
@@ -98,28 +99,41 @@ def chosen_cells(wish: Wish) -> list[Cell]:
 
 def load_workloads(wish: Wish, cells: Sequence[Cell], target: Path) -> tuple[list[Cell], dict[str, Workload]]:
     """The workloads the cells need, and the cells bent to LibriSpeech where that was asked for; `target` takes downloads."""
-    if wish.librispeech is None:
-        loaders = {"prompts": load_prompts, "clips": load_clips}
-        absent = next((cell for cell in cells if cell.workload not in loaders), None)
-        if absent is not None:
-            raise WorkloadError(
-                f"{absent.name} of --set {wish.set_name} runs on LibriSpeech: add --librispeech PATH or hub"
-            )
-        return list(cells), {name: loaders[name](wish.workloads) for name in dict.fromkeys(c.workload for c in cells)}
-    if wish.librispeech == "hub":
-        speech = librispeech_from_hub(target / "librispeech")
-    else:
-        speech = load_librispeech(Path(wish.librispeech))
-    bent = [_on_librispeech(cell, len(speech.items)) for cell in cells]
-    found = {"librispeech": speech} if any(cell.workload == "librispeech" for cell in bent) else {}
-    if any(cell.workload == "prompts" for cell in bent):
-        found["prompts"] = load_prompts(wish.workloads)
+    speech = _librispeech(wish, cells, target)
+    bent = [_on_librispeech(cell, len(speech.items)) for cell in cells] if speech is not None else list(cells)
+    found: dict[str, Workload] = {}
+    for cell in bent:
+        if cell.source not in found:
+            found[cell.source] = speech if speech and cell.workload == speech.name else _workload(wish, cell)
     return bent, found
 
 
+def _librispeech(wish: Wish, cells: Sequence[Cell], target: Path) -> Workload | None:
+    """The clips that --librispeech names; None where it names none and no cell needs any."""
+    if wish.librispeech == "hub":
+        return librispeech_from_hub(target / "librispeech")
+    if wish.librispeech is not None:
+        return load_librispeech(Path(wish.librispeech))
+    absent = next((cell for cell in cells if cell.workload == "librispeech"), None)
+    if absent is not None:
+        raise WorkloadError(
+            f"{absent.name} of --set {wish.set_name} runs on LibriSpeech: add --librispeech PATH or hub"
+        )
+    return None
+
+
+def _workload(wish: Wish, cell: Cell) -> Workload:
+    if cell.workload == IDS:
+        return make_ids(cell, wish.seed, wish.workloads)
+    return load_prompts(wish.workloads) if cell.workload == "prompts" else load_clips(wish.workloads)
+
+
 def _on_librispeech(cell: Cell, clips: int) -> Cell:
-    if cell.task == "A2T":  # every clip, so that the WER is that of the whole set
-        return msgspec.structs.replace(cell, workload="librispeech", requests=clips)
+    if (
+        cell.task == "A2T"
+    ):  # every clip, so that the WER is that of the whole set; a cell made for LibriSpeech may ask more
+        requests = max(cell.requests, clips) if cell.workload == "librispeech" else clips
+        return msgspec.structs.replace(cell, workload="librispeech", requests=requests)
     return msgspec.structs.replace(cell, workload="librispeech") if cell.task == "A2S" else cell
 
 
@@ -151,7 +165,7 @@ def make_plan(
         seed=wish.seed,
         thresholds=Thresholds(),
         model_path=str(model) if model is not None else "",
-        model_digest=weights_digest(model) if model is not None else "",
+        model_digest="" if model is None or is_model_name(model) else weights_digest(model),
         workload_hash=workload_hash(workloads.values()),
         workload_counts={workload.name: len(workload.items) for workload in workloads.values()},
         workload_labels={workload.name: workload.label for workload in workloads.values()},
@@ -233,7 +247,7 @@ def encode(wish: Wish) -> bytes:
         wish,
         choices=choices,
         repository=wish.repository.resolve(),
-        model=wish.model and wish.model.resolve(),
+        model=wish.model if wish.model is None or is_model_name(wish.model) else wish.model.resolve(),
         librispeech=spoken,
         workloads=wish.workloads.resolve(),
     )

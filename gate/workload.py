@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 import soundfile
 
-from gate.cell import CellSet, parse_cells
+from gate.cell import Cell, CellSet, parse_cells
 from gate.record import Item
 
 # The text that goes with a clip: one sentence for all, so that the audio alone decides the answer.
@@ -125,6 +125,28 @@ def _checked(workload: Workload) -> Workload:
     return workload
 
 
+def make_ids(cell: Cell, seed: int, root: Path) -> Workload:
+    """The prompts of a cell of random ids, one for each of its requests, warm ones included: all different.
+
+    They are a function of the run's `seed`, the cell's name and the prompt's number.
+    """
+    length, below = cell.prompt_tokens, cell.ids_below
+    assert length is not None and below is not None, f"{cell.name} is no cell of random ids"
+    count = cell.requests + cell.warm_waves * cell.concurrency
+    if below**length < 2 * count:
+        raise WorkloadError(
+            f"{cell.name} wants {count} different prompts of {length} ids below {below}; raise prompt_tokens or ids_below"
+        )
+    found: dict[tuple[int, ...], Item] = {}
+    for number in range(count):
+        draw = random.Random(f"{seed}/{cell.name}/{number}")
+        while (ids := tuple(draw.randrange(below) for _ in range(length))) in found:
+            pass
+        found[ids] = Item(f"{cell.name}-{number:04d}", None, None, 0.0, None, None, list(ids))
+    label = f"{count} prompts of {length} random ids below {below}"
+    return Workload(cell.source, label, tuple(found.values()), root)
+
+
 def load_librispeech(folder: Path) -> Workload:
     """Every clip under a folder in LibriSpeech's layout (SUBSET/SPEAKER/CHAPTER, or SPEAKER/CHAPTER for a subset itself)."""
     folder = folder.resolve()
@@ -227,7 +249,7 @@ def workload_hash(workloads: Iterable[Workload]) -> str:
 
 def _parts(item: Item, root: Path) -> Iterator[bytes]:
     yield item.id.encode()
-    yield (item.text or "").encode()
+    yield (item.text or "").encode() if item.token_ids is None else " ".join(map(str, item.token_ids)).encode()
     yield (item.reference or "").encode()
     yield (root / item.audio).read_bytes() if item.audio is not None else b""
 

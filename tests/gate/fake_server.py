@@ -128,6 +128,7 @@ class Fake:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        body.setdefault("text", " ".join(map(str, body.get("prompt_token_ids", []))))
         self.requests += 1
         if self.requests == self.behaviour["die_after"]:
             os._exit(7)
@@ -268,6 +269,10 @@ def wav(pcm: bytes) -> bytes:
     return file.getvalue()
 
 
+# The one model that the fake knows by name.
+NAMED = "fake-30b"
+
+
 def serve(model: Path, port: int) -> None:
     path = PACKAGE / "behaviour.json"
     behaviour = {**DEFAULTS, **(json.loads(path.read_text()) if path.is_file() else {})}
@@ -319,11 +324,15 @@ def main() -> None:
     server.add_argument("--host")
     server.add_argument("--device")
     server.add_argument("--disable", default="")
+    knower = commands.add_parser("info")
+    knower.add_argument("model")
     maker = commands.add_parser("tiny")
     maker.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.command == "serve":
         serve(asked.model, asked.port)
+    elif asked.command == "info":
+        raise SystemExit(None if asked.model == NAMED else f"{asked.model} is no model of the fake")
     else:
         tiny(asked.out)
 

@@ -59,6 +59,23 @@ def test_a_row_overrides_its_tasks_defaults() -> None:
         (toml('{ task = "T2T", concurrency = 1, requests = 2, max_frames = 9 }'), "max_frames"),
         (toml('{ task = "T2T", concurrency = 1, requests = 2, workload = "clips" }'), "does not fit T2T"),
         (toml('{ task = "A2T", concurrency = 1, requests = 2, workload = "songs" }'), "workload = 'songs'"),
+        (
+            toml('{ task = "A2T", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 4 }'),
+            "does not fit A2T",
+        ),
+        (
+            toml('{ task = "T2S", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 4 }'),
+            "does not fit T2S",
+        ),
+        (toml('{ task = "T2T", concurrency = 1, requests = 2, workload = "ids" }'), "prompt_tokens is missing"),
+        (
+            toml('{ task = "T2T", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 0 }'),
+            "prompt_tokens = 0 in [sets.small], cell 1 must be at least 1",
+        ),
+        (
+            toml('{ task = "T2T", concurrency = 1, requests = 2, prompt_tokens = 4 }'),
+            "prompt_tokens in [sets.small], cell 1 is for workload = 'ids', and this is 'prompts'",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_table(text: str, words: str) -> None:
@@ -66,6 +83,15 @@ def test_what_is_wrong_is_named_with_its_table(text: str, words: str) -> None:
         parse_cells(text)
 
     assert words in str(error.value)
+
+
+def test_a_cell_of_random_ids_stays_below_256_unless_it_says_more_and_has_a_workload_of_its_own() -> None:
+    row = 'task = "T2T", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 64'
+    (few,) = parse_cells(toml(f"{{ {row} }}"))["small"].cells
+    (many,) = parse_cells(toml(f"{{ {row}, ids_below = 151643 }}"))["small"].cells
+    assert (few.prompt_tokens, few.ids_below, few.source) == (64, 256, "ids T2T@1")
+    assert many.ids_below == 151643
+    assert parse_cells(toml())["small"].cells[0].source == "prompts"
 
 
 def test_the_sets_of_the_repository_are_those_that_are_promised() -> None:
@@ -77,7 +103,20 @@ def test_the_sets_of_the_repository_are_those_that_are_promised() -> None:
         "demo": ["T2T@1", "A2T@1", "T2S@1", "A2S@1"],
         "quick": ["T2T@1", "T2T@4", "A2T@1", "A2T@4", "T2S@1", "A2S@1"],
         "pr": ["T2T@1", "T2T@16", "T2T@64", "A2T@1", "A2T@16", "T2S@1", "A2S@1"],
+        "h200": ["T2T@1", "T2T@4", "T2T@8", "T2T@16", "T2T@64"],
+        "h200-audio": ["A2T@1", "A2T@16", "A2T@64"],
     }
+    text_cells, audio_cells = sets["h200"].cells, sets["h200-audio"].cells
+    assert {(cell.workload, cell.prompt_tokens, cell.ids_below) for cell in text_cells} == {("ids", 64, 151643)}
+    assert {(cell.max_tokens, cell.ignore_eos, cell.warm_waves) for cell in text_cells} == {(257, True, 1)}
+    assert {(cell.workload, cell.requests, cell.max_tokens, cell.ignore_eos) for cell in audio_cells} == {
+        ("librispeech", 320, 28, True)
+    }
+    # Whole waves, of 8 to 12 s at the speeds that must be reached.
+    must = {1: 400, 4: 750, 8: 950, 16: 1300, 64: 3600}
+    for cell in text_cells:
+        assert cell.requests % cell.concurrency == 0
+        assert 8 <= cell.requests * cell.max_tokens / must[cell.concurrency] <= 12, cell.name
     assert {(cell.requests, cell.warm_waves) for cell in sets["demo"].cells} == {(8, 1)}
     assert [cell.requests for cell in sets["pr"].cells] == [64, 160, 640, 200, 200, 32, 32]
     assert {cell.max_tokens for cell in sets["pr"].cells if cell.task == "T2T"} == {257}

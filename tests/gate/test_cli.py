@@ -95,7 +95,7 @@ def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
         (["compare", "HEAD", "HEAD", "--cells", "X@1"], "--cells 'X@1' does not exist"),
         (["compare", "HEAD", "HEAD", "--cells", "T2T@1,T2T@2,T2T@1"], "--cells names T2T@1 2 times"),
         (["compare", "", "HEAD"], "base is an empty ref; name a commit"),
-        (["compare", "HEAD", "HEAD", "--model", "nowhere"], "nowhere is not a folder"),
+        (["compare", "HEAD", "HEAD", "--model", "no/where"], "no/where is not a folder"),
         (
             ["compare", "HEAD", "HEAD", "--set", "demo", "--librispeech", "/no/where"],
             "--librispeech /no/where is not a folder",

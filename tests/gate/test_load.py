@@ -55,6 +55,20 @@ def test_a_cell_is_measured_in_another_process_on_the_clients_cores(
     assert (tmp_path / "client.log").read_text() == ""
 
 
+def test_the_client_finds_packages_on_the_callers_import_path_but_runs_this_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoy, note = tmp_path / "packages", tmp_path / "note"
+    (decoy / "gate").mkdir(parents=True)
+    (decoy / "gate" / "__init__.py").write_text("raise SystemExit('the wrong gate')")
+    (decoy / "sitecustomize.py").write_text(f"open({str(note)!r}, 'w').close()")
+    monkeypatch.setenv("PYTHONPATH", str(decoy))
+    with fake(tmp_path / "server") as target, load_client([], tmp_path / "client.log") as load:
+        found = load.measure(Job(target, cell(), [], prompts(2), str(tmp_path)))
+    assert [record.ok for record in found.records] == [True] * 2
+    assert note.exists()
+
+
 def test_a_client_that_is_killed_is_an_error_with_its_stderr_and_the_next_cell_gets_a_new_one(tmp_path: Path) -> None:
     with fake(tmp_path / "server", token_ms=200) as target, load_client([], tmp_path / "client.log") as load:
         program = program_of(load)

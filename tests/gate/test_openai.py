@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from gate.client import Target, measure
+from gate.client import Target, door_of, measure
 from gate.door import Reply
 from gate.openai import OpenAiDoor, shared_out
 from gate.record import EventStamp, Item
@@ -68,6 +68,18 @@ def test_a_text_cell_asks_greedily_for_a_stream_with_usage() -> None:
         "ignore_eos": True,
     }
     assert "ignore_eos" not in json.loads(DOOR.body(cell(ignore_eos=False), prompts(1)[0], Path()))
+
+
+def test_random_ids_go_to_the_completions_route_and_its_text_is_read() -> None:
+    target = Target("http://x", "01-base", "base", 0, door="openai", model="served")
+    ids = cell(workload="ids", prompt_tokens=3, ids_below=256)
+    door = door_of(target, ids)
+    assert (door.path, door_of(target, cell()).path) == ("/v1/completions", "/v1/chat/completions")
+    body = json.loads(door.body(ids, Item("T2T@1-0000", None, None, 0.0, None, None, [7, 8, 9]), Path()))
+    assert body["prompt"] == [7, 8, 9] and body["ignore_eos"] and not {"messages", "modalities"} & body.keys()
+    text = {"object": "text_completion", "choices": [{"index": 0, "text": "two words", "finish_reason": "length"}]}
+    reply = read(text, usage(3, 2), b"[DONE]")
+    assert (reply.text, reply.completion_tokens, reply.error) == ("two words", 2, None)
 
 
 def test_a_speech_cell_sends_the_clip_as_a_wav_of_the_same_samples_before_the_text(tmp_path: Path) -> None:

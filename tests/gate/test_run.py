@@ -19,9 +19,9 @@ from gate.order import session_order
 from gate.run import carry_out, load_run, plan_only, resume, write_report
 from gate.rundir import RunDirError
 from gate.session import Refused
-from gate.wish import Wish, chosen_cells, decode, encode, load_workloads
+from gate.wish import Wish, check, chosen_cells, decode, encode, load_workloads
 from gate.workload import WorkloadError
-from tests.gate.trees import make_librispeech, make_repository, make_workloads, run_git
+from tests.gate.trees import make_librispeech, make_repository, make_tree, make_workloads, run_git
 
 
 class Notes:
@@ -206,6 +206,80 @@ def test_one_model_folder_serves_both_arms_and_a_named_one_is_not_made_again(
     assert data.plan.model_path == str(model)
     assert {session.weights_digest for session in data.sessions} == {data.plan.model_digest}
     assert "tiny" not in (tmp_path / "log").read_text()
+
+
+def test_a_model_by_name_is_each_arms_own_and_its_weights_are_what_the_servers_state(tmp_path: Path) -> None:
+    stated = {"weights_digest": "ab" * 32}
+    wish = make_wish(tmp_path, stated, stated, model=Path("fake-30b"), sessions=1, cells=("T2T@2",))
+    folder = carry_out(wish, Notes())
+    plan = folder.load().plan
+    assert (plan.model_path, plan.model_digest) == ("fake-30b", "")
+    assert all(session.info["arguments"][1] == "fake-30b" for session in folder.load().sessions)
+    assert {session.weights_digest for session in folder.load().sessions} == {"ab" * 32}
+    assert "--model fake-30b" in plan.command
+    assert decode(encode(wish)).model == Path("fake-30b")
+    assert write_report(folder).comparisons.faults == []
+    assert "fake-30b, by this name" in folder.report.read_text()
+
+
+def test_arms_that_mean_other_weights_by_one_name_are_not_compared(tmp_path: Path) -> None:
+    base, head = {"weights_digest": "ab" * 32}, {"weights_digest": "cd" * 32}
+    folder = carry_out(make_wish(tmp_path, base, head, model=Path("fake-30b"), sessions=1, cells=("T2T@2",)), Notes())
+    assert write_report(folder).code == 3
+
+
+def test_a_name_that_no_arm_knows_is_a_sentence_and_blocks_no_other_try(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, model=Path("nobody"), sessions=1, cells=("T2T@2",))
+    told = r"--model nobody is not a folder, nor a name that base knows \(nobody is no model of the fake\)"
+    with pytest.raises(ArmError, match=told):
+        carry_out(wish, Notes())
+    assert carry_out(replace(wish, model=None), Notes()).load().records
+    with pytest.raises(ArmError, match="--model nobody is not a folder"):
+        check(replace(wish, choices=(ArmChoice("arm", "cmd:true {port}"),)))
+
+
+def test_a_cell_of_random_ids_asks_both_arms_the_same_prompts_and_compares_their_tokens(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {"flip": {"marker": " ", "step": 3}}, sessions=1)
+    row = '{ task = "T2T", concurrency = 2, requests = 6, warm_waves = 1, max_tokens = 8, ignore_eos = true, greedy = true, '
+    cells = f'version = 1\n[sets.ids]\ncells = [ {row} workload = "ids", prompt_tokens = 4, ids_below = 999 }} ]\n'
+    (wish.workloads / "cells.toml").write_text(cells)
+    folder = carry_out(replace(wish, set_name="ids"), Notes())
+    data = folder.load()
+    asked = [{(r.index, r.item) for r in data.records if r.arm == arm and not r.warm} for arm in ("base", "head")]
+    assert asked[0] == asked[1] and len({item for _, item in asked[0]}) == 6
+    assert {len(data.items[item].token_ids or ()) for _, item in asked[0]} == {4}
+    assert data.plan.workload_counts == {"ids T2T@2": 8}
+    moves = write_report(folder).comparisons.moves
+    assert [(move.item, move.step) for move in moves] == [(item, 3) for _, item in sorted(asked[0])]
+
+
+def test_an_arm_may_be_a_folder_without_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "plain"
+    make_tree(folder)
+    monkeypatch.setenv("PATH", str(tmp_path))  # not even git is there
+    wish = make_plain_wish(tmp_path, folder)
+    data = carry_out(wish, Notes()).load()
+    assert (data.plan.arms[0].kind, data.plan.arms[0].commit) == ("directory", None)
+    assert all(record.ok for record in data.records)
+
+
+def make_plain_wish(tmp_path: Path, folder: Path) -> Wish:
+    return Wish(
+        choices=(ArmChoice("arm", str(folder)),),
+        repository=folder,
+        run_dir=tmp_path / "run",
+        sessions=1,
+        cells=("T2T@2",),
+        workloads=make_workloads(tmp_path / "workloads"),
+        boot_s=20.0,
+    )
+
+
+def test_a_cell_made_for_librispeech_may_ask_the_clips_again(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, librispeech=str(make_librispeech(tmp_path / "libri", clips=3)))
+    cell = replace_workload(chosen_cells(replace(wish, cells=("A2T@1",)))[0])
+    ((bent,), _) = load_workloads(wish, [msgspec.structs.replace(cell, requests=8)], tmp_path)
+    assert (bent.workload, bent.requests) == ("librispeech", 8)
 
 
 def test_librispeech_replaces_the_clips_and_a2t_takes_every_one(tmp_path: Path) -> None:
@@ -404,13 +478,13 @@ def test_a_planned_run_is_carried_out_by_resuming_it(tmp_path: Path) -> None:
 def test_a_wish_survives_its_file_with_its_paths_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     choice = ArmChoice("base", "", Path("tree"), ("--disable", "x"), (("A", "1"),))
-    wish = Wish((choice,), Path("repo"), tmp_path / "run", model=Path("m"), librispeech="l", workloads=Path("w"))
+    wish = Wish((choice,), Path("repo"), tmp_path / "run", model=Path("models/m"), librispeech="l", workloads=Path("w"))
     found = decode(encode(wish))
     assert found == replace(
         wish,
         choices=(replace(choice, directory=tmp_path / "tree"),),
         repository=tmp_path / "repo",
-        model=tmp_path / "m",
+        model=tmp_path / "models" / "m",
         librispeech=str(tmp_path / "l"),
         workloads=tmp_path / "w",
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gate.cell import Cell, parse_cells
 from gate.workload import (
     CLIP_INSTRUCTION,
     WorkloadError,
@@ -17,6 +18,7 @@ from gate.workload import (
     load_clips,
     load_librispeech,
     load_prompts,
+    make_ids,
     ordered,
     warm_items,
     workload_hash,
@@ -39,7 +41,7 @@ def test_the_gates_own_workloads_are_whole() -> None:
     root = default_root()
     assert len(load_prompts(root).items) == 64
     assert 28 <= len(load_clips(root).items) <= 36
-    assert {"demo", "quick", "pr"} <= set(load_cells(root))
+    assert {"demo", "quick", "pr", "h200", "h200-audio"} <= set(load_cells(root))
 
 
 def test_a_subset_in_librispeechs_layout_gives_every_clip_with_its_transcript(tmp_path: Path) -> None:
@@ -161,3 +163,43 @@ def test_a_transcript_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"11-22-0000 CAF\xc9\n")
     with pytest.raises(WorkloadError, match=r"11-22\.trans\.txt is not UTF-8 at byte 14"):
         load_librispeech(folder)
+
+
+def ids_cell(**changes: object) -> Cell:
+    row = {"task": "T2T", "concurrency": 2, "requests": 5, "warm_waves": 1, "workload": "ids", "prompt_tokens": 6}
+    words = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**row, **changes}.items())
+    (cell,) = parse_cells(f"version = 1\n[sets.small]\ncells = [{{ {words} }}]\n")["small"].cells
+    return cell
+
+
+def test_prompts_of_random_ids_are_all_different_and_depend_on_seed_cell_and_number_alone(tmp_path: Path) -> None:
+    cell = ids_cell(ids_below=1000)
+    found = make_ids(cell, 3, tmp_path)
+    assert (found.name, found.label) == ("ids T2T@2", "7 prompts of 6 random ids below 1000")
+    assert [item.id for item in found.items] == [f"T2T@2-{number:04d}" for number in range(7)]
+    prompts = [tuple(item.token_ids or ()) for item in found.items]
+    assert {len(prompt) for prompt in prompts} == {6} and len(set(prompts)) == 7
+    assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
+    longer = make_ids(ids_cell(ids_below=1000, requests=9), 3, tmp_path)
+    assert longer.items[:7] == found.items
+    assert make_ids(cell, 4, tmp_path).items[0].token_ids != found.items[0].token_ids
+    assert make_ids(ids_cell(ids_below=1000, concurrency=3), 3, tmp_path).items[0].token_ids != found.items[0].token_ids
+
+
+def test_warm_and_measured_prompts_of_random_ids_never_are_the_same(tmp_path: Path) -> None:
+    workload = make_ids(ids_cell(), 0, tmp_path)
+    measured, warm = ordered(workload.items, 5, 0, workload.name), warm_items(workload.items, 2, 0, workload.name)
+    assert {item.id for item in measured}.isdisjoint(item.id for item in warm)
+
+
+def test_ids_that_can_not_all_be_different_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"T2T@2 wants 7 different prompts of 1 ids below 8; raise prompt_tokens"):
+        make_ids(ids_cell(prompt_tokens=1, ids_below=8), 0, tmp_path)
+
+
+def test_the_hash_covers_random_ids(tmp_path: Path) -> None:
+    workload = make_ids(ids_cell(requests=1, warm_waves=0), 0, tmp_path)
+    (item,) = workload.items
+    parts = [b"T2T@2-0000", " ".join(map(str, item.token_ids or ())).encode(), b"", b""]
+    expected = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()
+    assert workload_hash([workload]) == expected
