@@ -1,10 +1,11 @@
 # make test, make demo: each makes .venv when it is not there. `make help` lists the rest.
-# Everything here is for a CPU.
+# All but gpu-test and gpu-bench is for a CPU; those two use an environment that is there already (docs/gpu.md).
 
 TORCH ?= 2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 WORKERS ?= 2
 ARGS ?=
+GPU_PYTHON ?= python3
 
 # The first that really starts: pyenv leaves a shim for versions that are not selected.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
@@ -17,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # Read by every later install, so that none of them swaps the CPU build for another.
 PINS := $(VENV)/pins.txt
 
-.PHONY: test demo lint clean help $(VENV)
+.PHONY: test demo lint gpu-test gpu-bench clean help $(VENV)
 
 test: $(VENV)/.dev  ## run the tests (ARGS='-k name' narrows them, WORKERS=4 widens them)
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
@@ -29,6 +30,12 @@ lint: $(VENV)/.dev  ## ruff and mypy, as review asks for them
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict engine gate
+
+gpu-test:  ## on a GPU: its tests, and every kernel against its reference
+	$(GPU_PYTHON) -m pytest tests/gpu tests/kernels $(ARGS)
+
+gpu-bench:  ## on a GPU: the benchmark, into reports/h200 (ARGS='--librispeech DIR')
+	$(GPU_PYTHON) -m tests.perf.h200 --out reports/h200 $(ARGS)
 
 $(VENV): $(VENV)/.dev  ## make the environment with everything the tests need
 
@@ -58,4 +65,4 @@ clean:  ## remove the environment, caches and build outputs (runs/ and reports/ 
 	find engine gate tests workloads -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z$$][^=]*:.*## / { sub(/\$$\(VENV\)/, ".venv", $$1); printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z$$][^=]*:.*## / { sub(/\$$\(VENV\)/, ".venv", $$1); printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
