@@ -64,7 +64,7 @@ def _route_align_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     route_row(
         tl.program_id(0), logits_ptr, x_ptr, live_ptr, weights_ptr, ids_ptr, rstd_ptr, eps,
-        E, EP, EBITS, TOPK, H, HP, SIGMOID, SUMMED,
+        E, EP, EBITS, TOPK, H, HP, SIGMOID, SUMMED, "",
     )  # fmt: skip
     # The barrier brings the stores of all threads before the one thread's release.
     tl.debug_barrier()

@@ -140,7 +140,7 @@ def route_one(
 def route_row(  # type: ignore[no-untyped-def]
     row, logits_ptr, x_ptr, live_ptr, weights_ptr, ids_ptr, rstd_ptr, eps,
     E: tl.constexpr, EP: tl.constexpr, EBITS: tl.constexpr, TOPK: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SIGMOID: tl.constexpr, SUMMED: tl.constexpr, CACHE: tl.constexpr = "",
+    SIGMOID: tl.constexpr, SUMMED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Store one row's ids, weights and rstd. EP = 2**EBITS >= E; weights sum to 1 over the SUMMED best, 0 is no sum.
 
@@ -216,5 +216,5 @@ def _router_topk_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     route_row(
         tl.program_id(0), logits_ptr, x_ptr, live_ptr, weights_ptr, ids_ptr, rstd_ptr, eps,
-        E, EP, EBITS, TOPK, H, HP, SIGMOID, SUMMED,
+        E, EP, EBITS, TOPK, H, HP, SIGMOID, SUMMED, "",
     )  # fmt: skip
