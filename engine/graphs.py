@@ -151,15 +151,25 @@ class Graphs:
         `decode` and `prompts` are the row counts to try where their captures are off.
         """
         self.capture()
+        # A step with prompts ends eagerly, at any number of rows that make a token.
+        thinker = self._eager.thinker
+        for count in range(1, decode[-1] + 1):
+            rows = torch.zeros(count, thinker.hidden, dtype=thinker.embedding.dtype, device=self._ops.device)
+            self._ops.argmax(thinker.logits(rows))
         if not self.buckets:
             for count in decode:
-                self._eager.run(self._trial([1] * count))
+                self._try([1] * count)
         for count in {*(() if self.prompt_buckets else prompts), *range(MOST_CAPTURED, most + 1, 256), most}:
-            self._eager.run(self._trial([count]))
+            self._try([count])
         torch.cuda.synchronize()
         self._eager.eager_steps = 0
         self._ops.counters.clear()
         self._compiled = compiled()
+
+    def _try(self, lengths: Sequence[int]) -> None:
+        logits = self._eager.run(self._trial(lengths)).logits
+        assert logits is not None
+        self._ops.argmax(logits)
 
     def _trial(self, lengths: Sequence[int]) -> Inputs:
         """A step of prompts of these lengths (decode rows, if all are 1) from position 0, each on pages of its own."""

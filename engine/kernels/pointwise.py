@@ -98,7 +98,8 @@ def argmax_slots(logits: Tensor, slots: Tensor, tokens: Tensor, *, scratch: Scra
     assert logits.dtype == torch.float32 and logits.is_contiguous(), (logits.dtype, logits.stride())
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     blocks = triton.cdiv(vocab, ARGMAX_BLOCK)
-    best, where = scratch.floats(2 * rows * blocks).view(2, -1)
+    # Each at a whole 16 bytes whatever the rows, for which a kernel of its own would be compiled otherwise.
+    best, where = scratch.floats(2 * (-(-rows * blocks // 4) * 4)).view(2, -1)
     _argmax_kernel[(rows, blocks)](
         *(logits, slots, tokens, chosen, best, where.view(torch.int32), scratch.counters(rows), vocab),
         BLOCKS=blocks,
