@@ -75,7 +75,7 @@ class Eager:
         self.page_size = page_size
         self.cache = cache
         self.tokens = tokens
-        self._ops = ops
+        self.ops = ops
         self.eager_steps = 0
 
     @property
@@ -86,7 +86,7 @@ class Eager:
     @property
     def ways(self) -> dict[str, int]:
         """How often each way of the kernels was taken."""
-        return dict(self._ops.counters)
+        return dict(self.ops.counters)
 
     def bucket(self, inputs: Inputs) -> int:
         """The padded row count that a step runs in (no tensors)."""
@@ -95,7 +95,7 @@ class Eager:
     def run(self, inputs: Inputs) -> Forwarded:
         """Run a step over its n token rows."""
         self.eager_steps += 1
-        plan, ids = self._ops.upload(inputs.plan), self._ops.put(inputs.ids)
+        plan, ids = self.ops.upload(inputs.plan), self.ops.put(inputs.ids)
         media = self._media(inputs) if inputs.media else None
         x = self.thinker.embed_rows(ids, self.tokens.values, media)
         hidden, accept = self.thinker.forward(x, plan, self.cache.keys, self.cache.values, states=inputs.states)
@@ -106,13 +106,13 @@ class Eager:
         if len(inputs.last) == 0:
             return None
         if len(inputs.last) < hidden.shape[0]:
-            hidden = hidden.index_select(0, self._ops.put(inputs.last))
+            hidden = hidden.index_select(0, self.ops.put(inputs.last))
         return self.thinker.logits(hidden)
 
     def _media(self, inputs: Inputs) -> Tensor:
         """The states of a step's media at their token rows, zeros elsewhere: [n, H]."""
         rows = self.thinker.embedding.new_zeros((len(inputs.ids), self.thinker.hidden))
-        place_media(rows, inputs, self._ops)
+        place_media(rows, inputs, self.ops)
         return rows
 
 

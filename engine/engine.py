@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from engine.capture import Capture, Eager, decode_buckets, prompt_buckets
+from engine.capture import Capture, Eager
 from engine.config import GPU_SWITCHES, EngineSettings, switches_of
 from engine.errors import RequestError
 from engine.kernels import KernelOptions
@@ -21,15 +21,7 @@ from engine.model.audio_batch import BatchedAudioEncoder
 from engine.model.omni import OmniModel
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
-from engine.model.walks import (
-    TALKER_DECODE,
-    THINKER_DECODE,
-    THINKER_DECODE_WALKS,
-    THINKER_TEXT_DECODE,
-    next_walk,
-    row_span,
-    walk_table,
-)
+from engine.model.walks import TALKER_DECODE, THINKER_DECODE_WALKS, next_walk, row_span, walk_table
 from engine.phases import Phases
 from engine.profiling import Profiler
 from engine.request import Event, Request
@@ -191,27 +183,13 @@ class Engine:
         eager = Eager(model.thinker, self._cache(model.thinker, pages), tokens, model.ops, settings.page_size)
         if model.ops.device.type != "cuda":
             return eager
-        from engine.graphs import Graphs
-        from engine.kernels.cuda import CudaOps
+        from engine.graphs import graphs_of
 
-        assert isinstance(model.ops, CudaOps)
-        most = settings.max_batch + settings.prefill_chunk
-        buckets = decode_buckets(settings.max_batch) if self._on("captures") else ()
-        prompts = prompt_buckets(most) if self._on("captures") and self._on("prompt_captures") else ()
-        shared = self._on("shared_captures")
-        graphs = Graphs(
-            eager,
-            model.ops,
-            buckets=buckets,
-            prompt_buckets=prompts,
-            pages=pages_for(self.max_model_len, settings.page_size),
-            page_size=settings.page_size,
-            walks=(THINKER_TEXT_DECODE,) if shared else (THINKER_TEXT_DECODE, THINKER_DECODE),
-            tables_inside=self._on("in_graph_tables"),
-        )
+        graphs = graphs_of(eager, settings, pages_for(self.max_model_len, settings.page_size))
         if self._on("audio_captures") and isinstance(model.audio_encoder, BatchedAudioEncoder):
             model.audio_encoder.capture((1,) if settings.batch_invariant else AUDIO_WINDOWS)
-        graphs.warm(decode_buckets(settings.max_batch), prompt_buckets(most), most)
+        graphs.capture()
+        graphs.warm(settings)
         return graphs
 
     @property

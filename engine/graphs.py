@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.capture import MOST_CAPTURED, Eager, Forwarded, Inputs, place_media
+from engine.capture import MOST_CAPTURED, Eager, Forwarded, Inputs, decode_buckets, place_media, prompt_buckets
+from engine.config import EngineSettings
 from engine.kernels import Plan, Segment, host_plan
 from engine.kernels.compiles import compiled, watch
 from engine.kernels.cuda import CudaOps
 from engine.kernels.rows import RunLayout, Shape, Words, fill, views
 from engine.loopback import Slots
 from engine.model.thinker import Thinker
+from engine.model.walks import THINKER_DECODE, THINKER_TEXT_DECODE
 
 PROMPTS = "prompts"
 # Steps whose values may be on their way at once; more than a lane has in flight.
@@ -145,21 +147,24 @@ class Graphs:
         return self.own_counters | self._eager.counters | {"kernels_compiled_late": compiled() - self._compiled}
 
     @torch.inference_mode()
-    def warm(self, decode: Sequence[int], prompts: Sequence[int], most: int) -> None:
-        """Run what no capture will cover once, so that nothing is compiled later: steps of up to `most` token rows, eagerly.
-
-        `decode` and `prompts` are the row counts to try where their captures are off.
-        """
-        self.capture()
+    def warm(self, settings: EngineSettings) -> None:
+        """Run what no capture covers once, so that nothing is compiled later: the ends of steps with prompts, long steps."""
+        most = settings.max_batch + settings.prefill_chunk
+        decode, prompts = decode_buckets(settings.max_batch), prompt_buckets(most)
         # A step with prompts ends eagerly, at any number of rows that make a token.
         thinker = self._eager.thinker
         for count in range(1, decode[-1] + 1):
             rows = torch.zeros(count, thinker.hidden, dtype=thinker.embedding.dtype, device=self._ops.device)
             self._ops.argmax(thinker.logits(rows))
-        if not self.buckets:
+        captures = "captures" not in settings.disabled
+        if not captures:
             for count in decode:
                 self._try([1] * count)
-        for count in {*(() if self.prompt_buckets else prompts), *range(MOST_CAPTURED, most + 1, 256), most}:
+        for count in {
+            *(() if captures and "prompt_captures" not in settings.disabled else prompts),
+            *range(MOST_CAPTURED, most + 1, 256),
+            most,
+        }:
             self._try([count])
         torch.cuda.synchronize()
         self._eager.eager_steps = 0
@@ -269,3 +274,25 @@ class Graphs:
             return Forwarded(captured.result[:n], None)
         self.own_counters["prompt_steps_captured"] += 1
         return Forwarded(self._eager.logits(captured.result[:n], inputs), None)
+
+
+def graphs_of(eager: Eager, settings: EngineSettings, pages: int, part: slice = slice(None)) -> Graphs:
+    """The graphs that `settings` ask for, not yet captured, for tracks of up to `pages` pages; `part` takes some buckets."""
+    ops = eager.ops
+    assert isinstance(ops, CudaOps)
+    most = settings.max_batch + settings.prefill_chunk
+
+    def on(switch: str) -> bool:
+        return switch not in settings.disabled
+
+    captures = on("captures")
+    return Graphs(
+        eager,
+        ops,
+        buckets=decode_buckets(settings.max_batch)[part] if captures else (),
+        prompt_buckets=prompt_buckets(most)[part] if captures and on("prompt_captures") else (),
+        pages=pages,
+        page_size=settings.page_size,
+        walks=(THINKER_TEXT_DECODE,) if on("shared_captures") else (THINKER_TEXT_DECODE, THINKER_DECODE),
+        tables_inside=on("in_graph_tables"),
+    )

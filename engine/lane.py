@@ -57,10 +57,13 @@ class Lane:
         """Run `step`; a failing one is run again row by row, and a row that fails alone becomes an error."""
         self._count(step)
         with self.ranges(step):
-            try:
-                self._in_flight.append((step, [self.runner.launch(step)], []))
-            except Exception as error:
-                self._in_flight.append(self._launch_row_by_row(step, error))
+            self._launch(step)
+
+    def _launch(self, step: Step) -> None:
+        try:
+            self._in_flight.append((step, [self.runner.launch(step)], []))
+        except Exception as error:
+            self._in_flight.append(self._launch_row_by_row(step, error))
 
     def _count(self, step: Step) -> None:
         walks = Counter(row.walk for row in step.rows)

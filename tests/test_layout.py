@@ -35,6 +35,7 @@ LAYERS = (
         "engine.metrics",
         "engine.config",
         "engine.phases",
+        "engine.parent",
         "engine.source",
     ),
     (
@@ -46,7 +47,7 @@ LAYERS = (
     ("engine.sampler", "engine.stop", "engine.capture", "engine.graphs"),
     ("engine.lane", "engine.runner", "engine.profiling"),
     ("engine.loop",),
-    ("engine.engine", "engine.client"),
+    ("engine.engine", "engine.client", "engine.precompile", "engine.tiny"),
     ("engine.server",),
 )
 

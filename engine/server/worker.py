@@ -5,7 +5,6 @@ Heavy imports come only after the process has tied its life to its parent's.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib.util
@@ -22,6 +21,7 @@ import msgspec
 import zmq
 
 import engine
+from engine import precompile
 from engine.client import (
     Add,
     AskCounters,
@@ -40,6 +40,7 @@ from engine.client import (
 )
 from engine.config import EngineSettings, SettingError
 from engine.errors import RequestError, WalkgateError
+from engine.parent import die_with_parent
 from engine.request import Event
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ _IDLE_MS = 500
 _WINDOW_IDLE_MS = 50  # how late the end of a window for which no steps come may be noticed
 _BEAT_S = 0.5
 _PROGRESS_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("walkgate.engine")
 
@@ -154,9 +154,8 @@ class Worker:
 
 
 def _tie_to_parent() -> None:
-    """Let the kernel kill this process when the front dies (Linux), and leave signals to the front."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """End with the front, and leave signals to it."""
+    die_with_parent()
     # A terminal sends these to both processes; the front decides and says Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -191,6 +190,8 @@ def _check_device(device: str) -> None:
 
 def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     _check_device(settings.device)
+    if settings.device == "cuda":
+        precompile.prepare(model_folder, settings)
     import torch
 
     from engine.detokenize import TokenBytes

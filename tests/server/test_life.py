@@ -324,7 +324,7 @@ def test_a_port_in_use_is_one_line_and_1(server: Server, tiny_checkpoint: Path):
         (("serve", "--kv-pages", "1" + 30 * "0"), 64, "--kv-pages must be at most 4194304"),
         (("serve", "--device", "abacus"), 64, "--device 'abacus' is not served yet; there is cpu"),
         (("serve", "--device", "cuda:x"), 64, "--device 'cuda:x' is not served yet"),
-        (("serve", "--device", "cuda"), 64, "--device 'cuda' is not served yet"),
+        (("serve", "--batch-invariant"), 64, "--batch-invariant is for a GPU"),
         (("serve", "--prot", "1"), 64, "--prot"),
         (("serve", "--max-queue", "-1"), 64, "--max-queue"),
         (("serve", "--wedge-seconds", "nan"), 64, "--wedge-seconds must be above 0 and finite, is nan"),
