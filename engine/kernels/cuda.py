@@ -29,7 +29,7 @@ from engine.kernels.flash import FlashPrefill, available
 from engine.kernels.gemv import gemv, gemv_tile, split_gemm, split_tile
 from engine.kernels.grouped_gemm import grouped_down, grouped_gate_up
 from engine.kernels.per_pair import per_pair_down, per_pair_gate_up
-from engine.kernels.pointwise import argmax_slots, embed_rows, rms_norm, rope_tables
+from engine.kernels.pointwise import argmax_slots, embed_rows, rms_norm, rope_tables, silu_mul
 from engine.kernels.reference import ReferenceOps
 from engine.kernels.route_align import MAX_PAIRS, route_align
 from engine.kernels.router_topk import Picked, route_one, router_topk
@@ -239,6 +239,12 @@ class CudaOps(ReferenceOps):
     def sigmoid(self, x: Tensor) -> Tensor:
         """Logistic function of `x`, any shape."""
         return torch.sigmoid(x)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """SiLU of the first half times the second half of `gate_up` [n, 2I] or [..., n, 2I]; returns the half as wide."""
+        if gate_up.dim() == 2 and len(gate_up):
+            return silu_mul(gate_up.contiguous(), pdl=self.pdl)
+        return super().silu_mul(gate_up)
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         """SnakeBeta of `x` [1, C, L] with `alpha`, `beta` [C]; returns [1, C, L]."""

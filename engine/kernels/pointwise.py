@@ -8,10 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels import MEDIA
 from engine.kernels.scratch import Scratch
-
-# The id of a row whose embedding is a row of `media`.
-MEDIA = -(2**31)
 
 SILU_BLOCK = 1024
 ARGMAX_BLOCK = 2048

@@ -8,8 +8,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.align import Alignment, empty_alignment
-from engine.kernels.router_topk import WARPS, Picked, Scoring, empty_picked, route_row, row_constants
+from engine.kernels.router_topk import WARPS, Picked, empty_picked, route_row, row_constants
 from engine.kernels.scratch import Scratch
+from engine.routing import Scoring
 
 MAX_PAIRS = 1024
 

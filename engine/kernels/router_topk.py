@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -13,8 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.scratch import Scratch
 from engine.kernels.tiles import Tile
-
-Scoring = Literal["softmax", "sigmoid"]
+from engine.routing import Scoring
 
 # Reductions add in an order that follows the number of warps: router_topk and route_align must agree to the bit.
 WARPS = 4

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import MEDIA
 from engine.kernels.gemv import gemv, gemv_tile, split_gemm, split_tile
-from engine.kernels.pointwise import MEDIA, argmax_slots, embed_rows, rms_norm, rope_tables, silu_mul
+from engine.kernels.pointwise import argmax_slots, embed_rows, rms_norm, rope_tables, silu_mul
 from engine.kernels.scratch import SMALLEST, Scratch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.pointwise import ARGMAX_BLOCK, MEDIA, argmax_slots, embed_rows, rms_norm, rope_tables, silu_mul
+from engine.kernels import MEDIA
+from engine.kernels.pointwise import ARGMAX_BLOCK, argmax_slots, embed_rows, rms_norm, rope_tables, silu_mul
 from engine.kernels.reference import ReferenceOps
 from engine.kernels.scratch import SMALLEST, Scratch
 
