@@ -48,6 +48,7 @@ class EngineSettings:
     `max_model_len` counts prompt and generated tokens of one request, `page_size` positions of a KV page, `max_batch`
     requests at once, `prefill_chunk` prompt positions of a step, `chunk_frames` the frames of one pass of Code2Wav, `threads`
     the engine's threads on a CPU. `batch_invariant` makes a GPU give a request the same tokens in any company.
+    `tiles` is a folder of tile tables that go before the packaged ones.
     `load_format` "dummy" draws the weights instead of reading them. `disabled` names switches (of `switches_of` the device)
     that are off. Raises SettingError.
     """
@@ -65,6 +66,7 @@ class EngineSettings:
     batch_invariant: bool = False
     phase_timing: bool = False
     load_format: str = "auto"
+    tiles: str | None = None
 
     def __post_init__(self) -> None:
         wanted = {
@@ -95,6 +97,8 @@ class EngineSettings:
             raise SettingError(
                 "--batch-invariant is for a GPU; a CPU gives a request the same bits in any company anyway"
             )
+        if self.tiles is not None and self.device == "cpu":
+            raise SettingError("--tiles is for a GPU; a CPU's operations have no tiles")
         if self.load_format not in LOAD_FORMATS:
             raise SettingError(f"--load-format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}")
         check_switches(self.disabled, self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def kernel_options(settings: EngineSettings) -> KernelOptions:
     return KernelOptions(
         off=settings.disabled & frozenset(GPU_SWITCHES),
         batch_invariant=settings.batch_invariant,
+        tables=Path(settings.tiles) if settings.tiles is not None else None,
         dtype=getattr(torch, settings.dtype),
     )
 

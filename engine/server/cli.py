@@ -109,6 +109,15 @@ def serve(
         bool,
         typer.Option("--batch-invariant", help="On a GPU: the same tokens for a request in any company, more slowly."),
     ] = False,
+    tiles: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            help="On a GPU: a folder of tile tables, as omni tune writes them; they go before the packaged ones.",
+        ),
+    ] = None,
     phase_timing: Annotated[
         bool, typer.Option("--phase-timing", help="Measure where a step's time goes, into /metrics.")
     ] = False,
@@ -161,6 +170,7 @@ def serve(
         max_batch=max_batch,
         prefill_chunk=prefill_chunk or PREFILL_CHUNKS.get(device, PREFILL_CHUNKS["cpu"]),
         batch_invariant=batch_invariant,
+        tiles=str(tiles) if tiles is not None else None,
         phase_timing=phase_timing,
         load_format=load_format,
     )
