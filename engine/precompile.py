@@ -29,9 +29,10 @@ _KERNELS = Path(__file__).parent / "kernels"
 def mark_name(folder: Path, settings: EngineSettings, about: tuple[str, ...]) -> str:
     """The name of the mark of a folder, settings and what `about` says of the machine: what changes a kernel changes it."""
     total = hashlib.sha256()
-    for path in sorted(_KERNELS.rglob("*")):
-        if path.suffix in (".py", ".json"):
-            total.update(path.name.encode() + path.read_bytes())
+    for source in (_KERNELS, *([Path(settings.tiles)] if settings.tiles is not None else [])):
+        for path in sorted(source.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                total.update(path.name.encode() + path.read_bytes())
     total.update((folder / "config.json").read_bytes())
     total.update(msgspec.json.encode(settings, order="deterministic"))
     total.update("\0".join(about).encode())

@@ -25,9 +25,15 @@ def test_the_mark_changes_with_whatever_changes_a_kernel(tmp_path: Path):
         precompile.mark_name(tmp_path, replace(SETTINGS, disabled=frozenset({"gemv"})), ABOUT),
         precompile.mark_name(tmp_path, SETTINGS, ("2.11", "3.6", "NVIDIA H100")),
     ]
+    tiles = tmp_path / "tiles"
+    tiles.mkdir()
+    own = replace(SETTINGS, tiles=str(tiles))
+    others.append(precompile.mark_name(tmp_path, own, ABOUT))
+    (tiles / "gemv.json").write_text("{}")
+    others.append(precompile.mark_name(tmp_path, own, ABOUT))
     (tmp_path / "config.json").write_text('{"a": 1}')
     others.append(precompile.mark_name(tmp_path, SETTINGS, ABOUT))
-    assert len({first, *others}) == 5
+    assert len({first, *others}) == 7
 
 
 @pytest.mark.parametrize("shares", [2, 3, 8])
