@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from engine.config import DTYPES
 from engine.errors import WalkgateError
 from engine.routing import Limits
 
@@ -27,25 +28,32 @@ ROUTING = "routing"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What an op's table is keyed by, and what each of its tiles holds."""
+    """What an op's table is keyed by, what each of its tiles holds, and which of that are axes of a tl.dot."""
 
     sizes: tuple[str, ...]
     tile: tuple[str, ...]
+    dot: tuple[str, ...] = ()
 
 
 _DENSE = ("K", "N")
 _EXPERTS = ("E", "H", "I", "k")
 OPS: Mapping[str, Keys] = {
     "gemv": Keys(_DENSE, ("BN", "warps", "stages")),
-    "split_gemm": Keys(_DENSE, ("RP", "BN", "BK", "SK", "warps", "stages")),
-    "decode_attention": Keys(("Hq", "Hkv", "d", "page"), ("S", "BT", "warps", "stages")),
+    "split_gemm": Keys(_DENSE, ("RP", "BN", "BK", "SK", "warps", "stages"), ("RP", "BN", "BK")),
+    "decode_attention": Keys(("Hq", "Hkv", "d", "page"), ("S", "BT", "warps", "stages"), ("BT",)),
     "per_pair_gate_up": Keys(_EXPERTS, ("BN", "warps", "stages")),
     "per_pair_down": Keys(_EXPERTS, ("BN", "warps", "stages")),
-    "grouped_gate_up": Keys(_EXPERTS, ("BM", "BN", "BK", "warps", "stages")),
-    "grouped_down": Keys(_EXPERTS, ("BM", "BN", "BK", "warps", "stages")),
+    "grouped_gate_up": Keys(_EXPERTS, ("BM", "BN", "BK", "warps", "stages"), ("BM", "BN", "BK")),
+    "grouped_down": Keys(_EXPERTS, ("BM", "BN", "BK", "warps", "stages"), ("BM", "BN", "BK")),
 }
 
 EXPERT_OPS = ("per_pair_gate_up", "per_pair_down", "grouped_gate_up", "grouped_down")
+
+# What Triton takes: powers of two, except of these, and at least 16 for an axis of a tl.dot.
+_ANY_NUMBER = ("SK", "stages")
+_LEAST_DOT = 16
+_MOST = {"warps": 16, "stages": 8}
+_MOST_WIDTH = 1024
 
 
 class TableError(WalkgateError):
@@ -136,6 +144,8 @@ def read_table(path: Path) -> Table:
     for tile in (tile for entry in table.entries for tile in entry.rows.values()):
         if set(tile) != set(keys.tile):
             raise _fault(path, f"a tile of {table.op} has the keys {', '.join(keys.tile)}, not {', '.join(tile)}")
+        for key, value in tile.items():
+            _check_number(path, table.op, key, value)
     return table
 
 
@@ -149,6 +159,8 @@ def read_routing(path: Path) -> RoutingTable:
 def _decoded(path: Path, kind: type[_AnyTable]) -> _AnyTable:
     """The file as a table whose op and GPU are those of its place."""
     try:
+        if not path.is_file():
+            raise _fault(path, "it is not a file, or a link to one")
         table = msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise _fault(path, error.strerror or str(error)) from None
@@ -164,10 +176,31 @@ def _check_sizes(path: Path, names: Sequence[str], entries: Iterable[Entry | Rou
     for entry in entries:
         if set(entry.sizes) != set(names):
             raise _fault(path, f"the sizes of an entry are {', '.join(names)}, not {', '.join(entry.sizes)}")
+        if entry.dtype not in DTYPES:
+            raise _fault(path, f"an entry is for the dtype {entry.dtype!r}; there are {', '.join(DTYPES)}")
         key = (entry.dtype, *(entry.sizes[name] for name in names))
         if key in seen:
             raise _fault(path, f"two entries are for {entry.dtype} and the sizes {entry.sizes}")
         seen.add(key)
+
+
+def _check_number(path: Path, op: str, key: str, value: int) -> None:
+    least, most = _LEAST_DOT if key in OPS[op].dot else 1, _MOST.get(key, _MOST_WIDTH)
+    any_number = key in _ANY_NUMBER
+    if not least <= value <= most or not (any_number or value.bit_count() == 1):
+        kind = "a number" if any_number else "a power of two"
+        raise _fault(path, f"{key} in a tile of {op} must be {kind} from {least} to {most}, is {value}")
+
+
+def _lies(path: Path) -> bool:
+    """Whether there is something at `path`, were it a folder or a link that leads nowhere. Raises TableError."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _fault(path, error.strerror or str(error)) from None
+    return True
 
 
 def _fault(path: Path, what: str) -> TableError:
@@ -223,7 +256,7 @@ class Registry:
     def _read(self, op: str, folders: Sequence[Path]) -> bool:
         """Take the first table of an op that lies in `folders`; false when there is none."""
         paths = (table_path(folder, op, self.device_name) for folder in folders)
-        path = next((path for path in paths if path.is_file()), None)
+        path = next((path for path in paths if _lies(path)), None)
         if path is None:
             return False
         if op == ROUTING:

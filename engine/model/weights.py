@@ -59,6 +59,10 @@ from engine.model.config import (
 )
 
 NAMED = 10
+# The dtypes that are read, as safetensors calls them.
+DISK_DTYPES = ("F32", "BF16", "F16")
+# A longer name can't be a file's on any usual file system.
+MOST_NAME_BYTES = 255
 DUMMY_DEVIATION = 0.02
 # One reader of a mapped file is held up by page faults: from the page cache it read 0.6 to 1.1 GB/s, eight read 2.5 to 2.7
 # (two shared cores, 3 MB tensors).
@@ -385,6 +389,8 @@ class _File(Protocol):
 class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
 
+    def get_dtype(self) -> str: ...
+
 
 class _Folder:
     """The open safetensors files of a model folder."""
@@ -392,10 +398,13 @@ class _Folder:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._files: dict[str, _File] = {}
         for path in _tensor_files(folder):
-            try:
-                file: _File = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} can't be read as safetensors: {error}; fetch it again") from None
+            file: _File = stack.enter_context(_opened(path))
+            twice = sorted(self._files.keys() & file.keys())
+            if twice:
+                raise CheckpointError(
+                    f"{path} holds tensors that another file of the folder holds too: {_listed(twice)}; "
+                    "fetch the checkpoint into an empty folder"
+                )
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def names(self) -> list[str]:
@@ -405,9 +414,27 @@ class _Folder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype as safetensors calls it."""
+        return self._files[name].get_slice(name).get_dtype()
+
     def read(self, name: str) -> Tensor:
         """A tensor that lies in the mapped file: whoever copies it reads it."""
         return self._files[name].get_tensor(name)
+
+
+def _opened(path: Path) -> safe_open:
+    """The open file; CheckpointError says whether it can't be read at all or is no safetensors."""
+    try:
+        path.open("rb").close()  # safe_open calls a file without permission absent
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read: {error.strerror}; it must be a file with read permission"
+        ) from None
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read as safetensors: {error}; fetch it again") from None
 
 
 def _tensor_files(folder: Path) -> list[Path]:
@@ -427,9 +454,24 @@ def _tensor_files(folder: Path) -> list[Path]:
 def _indexed(index: Path) -> list[str]:
     """The file names that an index gives."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} can't be read as an index: {type(error).__name__}: {error}") from None
+        files = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} can't be read as an index: {type(error).__name__}: {error}; fetch it again"
+        ) from None
+    for tensor, name in files:
+        if not _is_file_name(name):
+            raise CheckpointError(
+                f"{index} gives {tensor!r:.100} the file {name!r:.100}, which is no name of a file beside it; fetch it again"
+            )
+    return sorted({name for _, name in files})
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether `name` can be a file directly in a folder: the digest of a checkpoint covers no others."""
+    if not isinstance(name, str) or not name.isprintable() or name in ("", ".."):
+        return False
+    return Path(name).name == name and len(name.encode()) <= MOST_NAME_BYTES
 
 
 def _listed(names: list[str]) -> str:
@@ -457,7 +499,18 @@ def _check(folder: _Folder, shapes: dict[str, tuple[int, ...]]) -> None:
         for name in sorted(shapes.keys() & present)
         if folder.shape(name) != shapes[name]
     ]
-    for word, names in (("missing", missing), ("unused", unused), ("misshapen", misshapen)):
+    unread = [
+        f"{name} (is {folder.dtype(name)})"
+        for name in sorted(shapes.keys() & present)
+        if folder.dtype(name) not in DISK_DTYPES
+    ]
+    kinds = {
+        "missing": missing,
+        "unused": unused,
+        "misshapen": misshapen,
+        f"not {' or '.join(DISK_DTYPES)} (quantised checkpoints aren't served; take the original)": unread,
+    }
+    for word, names in kinds.items():
         if names:
             faults.append(f"{len(names)} {word}: {_listed(names)}")
     if faults:
@@ -520,7 +573,8 @@ def load_weights(
     Each tensor on disk goes straight to its place on the device: nothing there is held twice, and the host holds no more
     than one tensor a reader, and that only where the dtype changes or a rank takes columns. `progress` is told after each.
 
-    Raises CheckpointError that names every missing, unused and misshapen tensor, up to ten of each kind.
+    Raises CheckpointError that names every missing, unused and misshapen tensor and those of a dtype other than float32,
+    bfloat16 and float16, up to ten of each kind; and one that names a file that is absent, unreadable or of no use.
     """
     with ExitStack() as stack:
         files = _Folder(folder, stack)

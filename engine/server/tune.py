@@ -6,6 +6,7 @@ What is tried and what wins is engine/kernels/tune.py's to say, what is run and 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _MOST_COMPILERS = 16
 _MOST_ROWS = 2048
+# The trials lie beside the tables of ops, under this name.
+_LOG = "log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +164,12 @@ class Tuning:
         self._budget = Budget(asked.budget_s)
 
     def run(self) -> None:
-        """Sweep the experts, measure where their routes hand over, sweep the rest; write and show it all."""
+        """Sweep the experts, measure where their routes hand over, sweep the rest; write and show it all.
+
+        Raises WalkgateError before all that where the results could not be written.
+        """
+        for name in (*self._asked.ops, _LOG):
+            check_place(table_path(self._asked.out, name, self._gpu))
         experts = [op for op in self._asked.ops if op in EXPERT_OPS]
         others = [op for op in self._asked.ops if op in OPS and op not in EXPERT_OPS]
         try:
@@ -232,7 +240,7 @@ class Tuning:
             str(rows): {str(route): time for route, time in times.items()} for rows, times in self.blocks.items()
         }
         log = {"gpu": self._gpu, "provenance": self._provenance, "trials": self.trials, "blocks": blocks}
-        write_json(table_path(self._asked.out, "log", self._gpu), log)
+        write_json(table_path(self._asked.out, _LOG, self._gpu), log)
 
     def _show(self) -> None:
         winners = tune.winners(self.trials)
@@ -279,6 +287,18 @@ def _cells(job: Job, first: Trial, best: Trial | None) -> list[str]:
         return [*named, "–", f"{best.microseconds:.2f}", "–", tile]
     change = best.microseconds / first.microseconds - 1
     return [*named, f"{first.microseconds:.2f}", f"{best.microseconds:.2f}", f"{change:+.1%}", tile]
+
+
+def check_place(path: Path) -> None:
+    """Make the folder of a file that is to be written; WalkgateError where that or the writing would fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            probe.write(b"probe")
+        if path.exists():
+            path.open("r+b").close()
+    except OSError as error:
+        raise WalkgateError(f"can't write {path}: {error.strerror or error}; name another folder with --out") from None
 
 
 def write_json(path: Path, content: object) -> None:

@@ -149,6 +149,17 @@ def break_number(table: dict[str, Any]) -> None:
     table["entries"][0]["rows"]["1"]["BN"] = 0
 
 
+def set_number(key: str, value: int) -> Callable[[dict[str, Any]], None]:
+    def spoil(table: dict[str, Any]) -> None:
+        table["entries"][0]["rows"]["1"][key] = value
+
+    return spoil
+
+
+def break_dtype(table: dict[str, Any]) -> None:
+    table["entries"][0]["dtype"] = "nonsense"
+
+
 def break_row(table: dict[str, Any]) -> None:
     table["entries"][0]["rows"]["0"] = tile(1)
 
@@ -183,6 +194,16 @@ def break_gpu(table: dict[str, Any]) -> None:
         (break_key, "a tile of gemv has the keys BN, warps, stages, not BN, warps, stages, BM"),
         (break_missing_key, "a tile of gemv has the keys BN, warps, stages, not BN, stages"),
         (break_number, r"Expected `int` >= 1.*rows"),
+        (set_number("BN", 3), "BN in a tile of gemv must be a power of two from 1 to 1024, is 3"),
+        (set_number("BN", 2048), "BN in a tile of gemv must be a power of two from 1 to 1024, is 2048"),
+        (
+            set_number("BN", 2**70),
+            "BN in a tile of gemv must be a power of two from 1 to 1024, is 1180591620717411303424",
+        ),
+        (set_number("warps", 5), "warps in a tile of gemv must be a power of two from 1 to 16, is 5"),
+        (set_number("warps", 32), "warps in a tile of gemv must be a power of two from 1 to 16, is 32"),
+        (set_number("stages", 9), "stages in a tile of gemv must be a number from 1 to 8, is 9"),
+        (break_dtype, "an entry is for the dtype 'nonsense'; there are float32, bfloat16, float16"),
         (break_row, r"Expected `int` >= 1.*rows"),
         (break_rows, "length >= 1"),
         (break_sizes, "the sizes of an entry are K, N, not K"),
@@ -210,6 +231,53 @@ def test_a_file_that_is_no_table_is_an_error_that_names_it(shipped: Path, conten
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     with pytest.raises(TableError, match=r"NVIDIA_H200\.json"):
+        Registry(GPU)
+
+
+@pytest.mark.parametrize(
+    ("op", "key"),
+    [("split_gemm", key) for key in ("RP", "BN", "BK")]
+    + [(op, key) for op in ("grouped_gate_up", "grouped_down") for key in ("BM", "BN", "BK")]
+    + [("decode_attention", "BT")],
+)
+def test_an_axis_of_a_tensor_core_product_is_at_least_16(tmp_path: Path, op: str, key: str):
+    sizes = dict.fromkeys(OPS[op].sizes, 64)
+    numbers = dict.fromkeys(OPS[op].tile, 16) | {"stages": 3}
+    entry = {"sizes": sizes, "dtype": "bfloat16", "rows": {"1": numbers}}
+    path = write(tmp_path, gemv_table({}, op=op, entries=[entry]))
+    assert read_table(path).entries[0].rows == {1: numbers}
+    numbers[key] = 8
+    path = write(tmp_path, gemv_table({}, op=op, entries=[entry]))
+    with pytest.raises(TableError, match=f"{key} in a tile of {op} must be a power of two from 16 to 1024, is 8"):
+        read_table(path)
+
+
+def test_a_folder_in_place_of_a_table_is_refused(shipped: Path):
+    table_path(shipped, "gemv", GPU).mkdir(parents=True)
+    with pytest.raises(TableError, match=r"gemv/NVIDIA_H200\.json: it is not a file"):
+        Registry(GPU)
+
+
+def test_a_link_that_leads_nowhere_does_not_leave_the_shipped_table_in_force(shipped: Path, tmp_path: Path):
+    write(shipped, gemv_table({"1": tile(1)}))
+    own = table_path(tmp_path / "own", "gemv", GPU)
+    own.parent.mkdir(parents=True)
+    own.symlink_to(tmp_path / "gone.json")
+    with pytest.raises(TableError, match=r"own/gemv/NVIDIA_H200\.json: it is not a file, or a link to one"):
+        Registry(GPU, tmp_path / "own")
+
+
+def test_a_link_to_a_table_serves(shipped: Path, tmp_path: Path):
+    path = write(shipped, gemv_table({"1": tile(1)}))
+    path.rename(tmp_path / "elsewhere.json")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    assert Registry(GPU).find("gemv", SIZES, "bfloat16", 1) == tile(1)
+
+
+def test_a_file_in_place_of_the_folder_of_an_op_is_refused(shipped: Path):
+    shipped.mkdir()
+    (shipped / "gemv").write_text("")
+    with pytest.raises(TableError, match=r"gemv/NVIDIA_H200\.json: Not a directory"):
         Registry(GPU)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,18 @@ from rich.console import Console
 from engine.config import SettingError
 from engine.errors import WalkgateError
 from engine.kernels.bench import Benches, Compilers, default_tile
-from engine.kernels.tiles import EXPERT_OPS, OPS, ROUTING, Provenance, Registry, Tile, read_table, table_path
+from engine.kernels.tiles import (
+    EXPERT_OPS,
+    OPS,
+    ROUTING,
+    Entry,
+    Provenance,
+    Registry,
+    Table,
+    Tile,
+    read_table,
+    table_path,
+)
 from engine.kernels.tune import (
     ROWS,
     BadTile,
@@ -39,7 +51,7 @@ from engine.kernels.tune import (
     winners,
 )
 from engine.routing import Limits, Route
-from engine.server.tune import TuneSettings, Tuning, settings, write_json
+from engine.server.tune import TuneSettings, Tuning, check_place, settings, write_json
 
 RELEASED = Shapes(
     hidden=2048, heads=32, kv_heads=4, head_dim=128, experts=128, top_k=8, inter=768, vocab=152064, page=16
@@ -307,6 +319,18 @@ def test_winners_become_one_table_an_op_that_the_registry_reads_back(tmp_path: P
     assert registry.find("gemv", {"K": 4096, "N": 2048}, "bfloat16", 1) == TILE | {"BN": 4}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_default_tile_and_its_neighbours_may_stand_in_a_table(tmp_path: Path, op: str, dtype: str):
+    # At K = 768 split_gemm cuts into three slices, which is no power of two.
+    thirds = replace(RELEASED, hidden=768, heads=6)
+    path = table_path(tmp_path, op, "NVIDIA H200")
+    for job in (job for stack in (RELEASED, thirds, SMALL) for job in jobs(stack, dtype, [op], ROWS)):
+        rows = {number: dict(tile) for number, tile in enumerate(proposals(job, [], default_tile(job)), 1)}
+        write_json(path, Table(op, "NVIDIA H200", PROVENANCE, [Entry(job.named(), dtype, rows)]))
+        assert read_table(path).entries[0].rows == rows
+
+
 def blocks(*rows: tuple[int, float, float, float]) -> Mapping[int, Mapping[Route, float]]:
     return {
         count: {Route.PER_PAIR: pairs, Route.ROUTE_ALIGN: aligned, Route.ROUTER_TOPK: apart}
@@ -427,6 +451,45 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Pat
     (tmp_path / "taken").write_text("")
     with pytest.raises(WalkgateError, match=r"can't write .*taken"):
         write_json(table_path(tmp_path / "taken", "gemv", "Small GPU"), {})
+
+
+def taken_folder(out: Path) -> None:
+    out.write_text("")
+
+
+def taken_op(out: Path) -> None:
+    out.mkdir()
+    (out / "gemv").write_text("")
+
+
+def taken_table(out: Path) -> None:
+    table_path(out, "gemv", "Small GPU").mkdir(parents=True)
+
+
+def taken_log(out: Path) -> None:
+    table_path(out, "log", "Small GPU").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("take", [taken_folder, taken_op, taken_table, taken_log])
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_compiled(
+    tmp_path: Path, take: Callable[[Path], None]
+):
+    def prepare(wanted: Wanted, budget: Budget) -> list[Trial]:
+        raise AssertionError("the sweep began")
+
+    take(tmp_path / "out")
+    asked = TuneSettings(out=tmp_path / "out", model="small", ops=("gemv",), rows=(1,), rounds=1)
+    with pytest.raises(WalkgateError, match=r"can't write .*Small_GPU\.json: .*; name another folder with --out"):
+        tuning(asked, prepare).run()
+
+
+def test_looking_whether_a_place_can_be_written_leaves_its_files_as_they_were(tmp_path: Path):
+    kept, absent = tmp_path / "gemv" / "kept.json", tmp_path / "gemv" / "absent.json"
+    write_json(kept, {"a": 1})
+    before = kept.read_bytes()
+    check_place(kept)
+    check_place(absent)
+    assert kept.read_bytes() == before and list(tmp_path.rglob("*.*")) == [kept]
 
 
 def test_the_words_of_the_command_line_become_settings():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -147,6 +148,42 @@ def test_at_most_ten_names_of_a_kind_are_listed_and_the_rest_counted(config, dis
     assert str(error.value).count("code2wav.") == 10
 
 
+@pytest.mark.parametrize(
+    ("dtype", "word"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.complex64, "C64"),
+        (torch.float64, "F64"),
+    ],
+)
+def test_tensors_of_other_dtypes_are_named_and_not_converted(
+    config: OmniConfig, disk: dict[str, Tensor], tiny_checkpoint: Path, tmp_path: Path, dtype: torch.dtype, word: str
+):
+    names = ["thinker.model.norm.weight", "thinker.visual.pos_embed.weight"]
+    faulty = disk | {name: disk[name].to(dtype) for name in names}
+    with pytest.raises(CheckpointError) as error:
+        load_weights(folder_with(tmp_path, faulty, tiny_checkpoint), config)
+    assert str(error.value) == (
+        "the tensors do not fit config.json; "
+        "2 not F32 or BF16 or F16 (quantised checkpoints aren't served; take the original): "
+        f"thinker.model.norm.weight (is {word}), thinker.visual.pos_embed.weight (is {word})"
+    )
+
+
+def test_a_folder_may_mix_the_dtypes_that_are_read(config, disk, loaded, tiny_checkpoint, tmp_path):
+    head, norm = "thinker.lm_head.weight", "thinker.model.norm.weight"
+    mixed = disk | {head: disk[head].bfloat16(), norm: disk[norm].half()}
+    again = load_weights(folder_with(tmp_path, mixed, tiny_checkpoint), config).tensors
+    assert torch.equal(again["thinker.head"], disk[head].bfloat16().float())
+    assert torch.equal(again["thinker.norm"], disk[norm].half().float())
+    changed = [name for name in loaded if not torch.equal(again[name], loaded[name])]
+    assert set(changed) <= {"thinker.head", "thinker.norm"}
+
+
 def test_a_folder_without_tensors_says_what_it_should_hold(config, tmp_path):
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         load_weights(tmp_path, config)
@@ -241,8 +278,62 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, config: OmniConf
         load_weights(tmp_path, config)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": {}}}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": ' + '{"a": ' * 100_000])
 def test_an_index_that_names_no_files_is_named(tmp_path: Path, config: OmniConfig, content: str):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"index\.json can't be read as an index: "):
+        load_weights(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [1, None, True, {}, [], "", "..", "../a.safetensors", "/a.safetensors", "b/c", "a\0", "a\n", "\ud800", "é" * 128],
+)
+def test_an_index_that_gives_a_tensor_no_name_of_a_file_beside_it_is_named(
+    tmp_path: Path, config: OmniConfig, name: object
+):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": name}}))
+    with pytest.raises(CheckpointError) as error:
+        load_weights(tmp_path, config)
+    assert str(error.value) == (
+        f"{tmp_path}/model.safetensors.index.json gives 'a.weight' the file {name!r:.100}, "
+        "which is no name of a file beside it; fetch it again"
+    )
+
+
+def test_a_long_name_in_an_index_is_cut_short_in_the_error(tmp_path: Path, config: OmniConfig):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b" * 5000}}))
+    with pytest.raises(CheckpointError, match="no name of a file beside it") as error:
+        load_weights(tmp_path, config)
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+def test_a_tensor_that_lies_in_two_files_is_named(tmp_path: Path, config: OmniConfig, disk: dict[str, Tensor]):
+    files = ("one.safetensors", "two.safetensors")
+    save_file(disk, tmp_path / "one.safetensors")
+    save_file({"thinker.lm_head.weight": disk["thinker.lm_head.weight"]}, tmp_path / "two.safetensors")
+    index = {"weight_map": dict(zip(("a", "b"), files, strict=True))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as error:
+        load_weights(tmp_path, config)
+    assert str(error.value) == (
+        f"{tmp_path}/two.safetensors holds tensors that another file of the folder holds too: thinker.lm_head.weight; "
+        "fetch the checkpoint into an empty folder"
+    )
+
+
+def test_a_folder_in_place_of_a_file_of_tensors_is_said_to_be_one(tmp_path: Path, config: OmniConfig):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors can't be read: Is a directory; it must be a file"):
+        load_weights(tmp_path, config)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permission_is_said_to_be_that_and_not_absent(tmp_path: Path, config: OmniConfig):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    path.chmod(0)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors can't be read: Permission denied; it must be a file"
+    ):
         load_weights(tmp_path, config)
