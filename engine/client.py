@@ -56,6 +56,10 @@ class OpenWindow(msgspec.Struct, frozen=True, tag=True):
     window: Window
 
 
+class EndWindow(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: end the window that is open, if one is, with what it has seen."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """To the engine: stop at once."""
 
@@ -119,7 +123,7 @@ class WindowRefused(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
-Order = Add | Cancel | AskCounters | OpenWindow | Shutdown
+Order = Add | Cancel | AskCounters | OpenWindow | EndWindow | Shutdown
 News = Hello | Failed | Events | Beat | Refused | Counters | WindowEnded | WindowRefused
 
 
@@ -325,6 +329,10 @@ class EngineClient:
             return await answer
         finally:
             self._windows.pop(number, None)
+
+    def end_window(self) -> None:
+        """Let the window that is open, if one is, end with what it has seen."""
+        self._post(EndWindow())
 
     def fail(self, message: str) -> None:
         """End every open stream with an EngineDeadError: the engine process is gone."""

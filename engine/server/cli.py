@@ -31,6 +31,7 @@ from engine.config import (
     api_keys,
     cache_folder,
     default_dtype,
+    switches_of,
     switches_off,
 )
 from engine.errors import CheckpointError, WalkgateError
@@ -63,6 +64,19 @@ Model = Annotated[
         f"{SHAPES_NAME} names the released shapes, for --load-format dummy."
     ),
 ]
+
+
+def _writable_folder(name: str) -> Path:
+    """The folder called `name`. Without a name a path would be the working folder, which nobody asked for."""
+    if not name:
+        raise typer.BadParameter("the name is empty; name an existing folder")
+    folder = Path(name).resolve()
+    if not folder.is_dir():
+        wrong = "is not a folder" if folder.exists() else "does not exist"
+        raise typer.BadParameter(f"{name} {wrong}; name an existing folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{name} is not writable; name another folder")
+    return folder
 
 
 @app.command(
@@ -134,10 +148,8 @@ def serve(
     profile_dir: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
-            file_okay=False,
-            writable=True,
-            resolve_path=True,
+            parser=_writable_folder,
+            metavar="DIRECTORY",
             help="A folder for the traces of POST /profile, which is refused without one.",
         ),
     ] = None,
@@ -205,15 +217,20 @@ def tiny(
     typer.echo(f"made {out}")
 
 
-@app.command(epilog="Examples:  [b]omni info[/b]  ·  [b]omni info /models/Qwen3-Omni --json[/b]")
+@app.command(epilog="Examples:  [b]omni info[/b]  ·  [b]omni info /models/Qwen3-Omni --device cuda --json[/b]")
 def info(
     model: Model = None,
+    device: Annotated[str, typer.Option(help=f"Whose switches to show: {', '.join(DEVICES)}.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a model folder holds, what the server's limits and switches are, and which source this is."""
+    """Say what a model folder holds, the server's limits, which switches are on by default, and which source this is."""
     from engine.model.processor import max_audio_seconds
     from engine.server.describe import model_summary, tasks
 
+    settings = EngineSettings(
+        device=device, dtype=default_dtype(device), disabled=switches_off(device, disable="", enable="")
+    )
+    switches = {name: name not in settings.disabled for name in switches_of(device)}
     folder = _model_folder(model)
     config = OmniConfig.load(folder)
     longest = config.thinker.max_positions
@@ -221,14 +238,15 @@ def info(
         "model": model_summary(folder, config),
         "tasks": tasks(config),
         "limits": {"max_model_len": longest, "max_audio_seconds": max_audio_seconds(longest)},
-        "switches": list(SWITCHES),
+        "device": device,
+        "switches": switches,
         "source_root": str(source_root()),
         "source_digest": source_digest(package_folder()),
     }
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    for name, value in found.items():
+    for name, value in {**found, "switches": _on_and_off(switches)}.items():
         typer.echo(f"{name:14} {_plain(value)}")
 
 
@@ -255,6 +273,14 @@ def tune(
     asked = tuning.settings(out or cache_folder() / "tiles", Path(model).name, ops, rows, quick, budget_s)
     tuning.check_gpu()
     tuning.tune_gpu(asked, tuning.shapes(OmniConfig.load(_model_folder(Path(model))).thinker))
+
+
+def _on_and_off(switches: dict[str, bool]) -> dict[str, list[str]]:
+    """The names of switches under "on" and "off"; a word without names is left out."""
+    found: dict[str, list[str]] = {}
+    for name, on in switches.items():
+        found.setdefault("on" if on else "off", []).append(name)
+    return found
 
 
 def _plain(value: object) -> str:

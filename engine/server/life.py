@@ -148,6 +148,7 @@ async def _live(front: Front, serving: asyncio.Task[None], signals: _Signals, re
 async def _drain(front: Front, died: asyncio.Task[int], at_once: asyncio.Event) -> None:
     """Let the open requests end, for as long as was set and nothing ends them earlier; say how many are cut."""
     front.stage = DRAINING
+    front.client.end_window()  # the steps that it waits for may never come
     if front.admission.open and not at_once.is_set():
         _say(f"draining: {_requests(front.admission.open)}, up to {front.settings.drain_seconds:g} s")
     enough = asyncio.create_task(at_once.wait())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -21,11 +22,22 @@ from engine.server.fields import Fields, checked, shown
 from engine.server.front import Front
 from engine.server.reply import JSON
 
-MOST_STEPS, MOST_SKIPPED, MOST_SECONDS = 1000, 100_000, 600.0
+# Requests wait while a profiler stops: the more steps it saw, the longer.
+MOST_STEPS, MOST_SKIPPED, MOST_SECONDS = 200, 100_000, 600.0
 _MOST_MARKS = 100
 
 # The client names no folder: a name holds no separator, and what is put behind it makes even `..` a file.
-TraceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
+_NAME = r"^[A-Za-z0-9_.-]{1,100}$"
+
+
+def _named(name: str) -> str:
+    """Return `name`; ValueError in words if it is none, for the pattern alone says little to a client."""
+    if re.fullmatch(_NAME, name) is None:
+        raise ValueError("must be 1 to 100 of the letters A-Z and a-z, digits, _, - and .")
+    return name
+
+
+TraceName = Annotated[str, AfterValidator(_named), Field(json_schema_extra={"pattern": _NAME})]
 
 
 class ProfileFields(Fields):
@@ -59,6 +71,9 @@ def add_profile_route(app: FastAPI, front: Front) -> None:
     @app.post("/profile", openapi_extra=extra, responses=answers | errors, response_class=Response)
     async def profile(http: HTTPRequest) -> Response:
         async def begin(data: bytes) -> Response:
+            # A drain that began while the body came has ended every window: nothing would end this one.
+            if (refusal := front.unready()) is not None:
+                raise refusal
             fields, window = window_of(front.settings.profile_dir, http.headers.get("content-type", ""), data)
             return Response(_answer(fields, await front.client.profile(window)), media_type=JSON)
 

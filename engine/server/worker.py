@@ -28,6 +28,7 @@ from engine.client import (
     Beat,
     Cancel,
     Counters,
+    EndWindow,
     Events,
     Failed,
     Hello,
@@ -102,6 +103,8 @@ class Worker:
                 self._send(Counters(order.number, self.engine.counters() | {"profile_windows_total": self._windows}))
             elif isinstance(order, OpenWindow):
                 self._open_window(order)
+            elif isinstance(order, EndWindow):
+                self.engine.profiler.end()
             else:
                 return False
 

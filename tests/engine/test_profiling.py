@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import nullcontext
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import profile
 
+from engine import profiling
 from engine.errors import RequestError
 from engine.model.walks import THINKER_DECODE_WALKS
 from engine.profiling import CUDA, TORCH, Outcome, Profiler, Window, range_name
@@ -46,12 +52,20 @@ class Profiled:
         self.profiler.open(Window(kind=kind, steps=steps, skip=skip, seconds=seconds, path=path))
 
     def run(self, turns: int = 100) -> Outcome | None:
-        """Take turns until the window is over, as the worker does; None if it is still open after so many."""
+        """Take turns until the window is over, as the worker does; None if it isn't after so many. Then wait for its trace."""
         for _ in range(turns):
             self.engine.loop.turn()
             if (outcome := self.profiler.close_if_over()) is not None:
                 return outcome
+            if all(lane.ranges is nullcontext for lane in self.engine.lanes):
+                return self.end()
         return None
+
+    def end(self) -> Outcome:
+        """Wait for the end of the window without a turn of the engine."""
+        while (outcome := self.profiler.close_if_over()) is None:
+            time.sleep(0.001)
+        return outcome
 
     def rest(self) -> list[int]:
         """Run the engine to its end; returns the tokens that come."""
@@ -144,8 +158,7 @@ def test_a_window_without_enough_steps_in_its_time_says_how_many_came(tmp_path: 
     one = Profiled(tmp_path, tokens=6)
     one.open(steps=50, skip=2, seconds=0.2)
     assert one.run(turns=6) is None
-    while (outcome := one.profiler.close_if_over()) is None:
-        pass
+    outcome = one.end()
     assert (outcome.steps, outcome.path) == (4, str(one.path))
     assert one.ranges() == [text_range(number) for number in (2, 3, 4, 5)]
 
@@ -156,13 +169,23 @@ def test_a_window_that_never_begins_leaves_no_trace_and_the_next_one_works(tmp_p
     one.open(steps=2, skip=5, seconds=0.1)
     for _ in range(turns):  # in which the profiler is armed
         one.engine.loop.turn()
-    while (outcome := one.profiler.close_if_over()) is None:
-        pass
+    outcome = one.end()
     assert outcome == Outcome(steps=0, seconds=0.0, path=None)
     assert not one.path.exists()
     one.open(steps=2, skip=0)
     assert one.run() is not None
     assert len(one.ranges()) == 2
+
+
+def test_a_window_that_is_ended_early_keeps_what_it_has_seen(tmp_path: Path) -> None:
+    one = Profiled(tmp_path)
+    one.profiler.end()  # nothing is open, and nothing happens
+    one.open(steps=9, skip=1)
+    assert one.run(turns=3) is None
+    one.profiler.end()
+    outcome = one.end()
+    assert (outcome.steps, outcome.path) == (2, str(one.path))
+    assert one.ranges() == [text_range(1), text_range(2)]
 
 
 def test_one_window_at_a_time_and_none_of_a_gpu_without_one(tmp_path: Path) -> None:
@@ -183,9 +206,11 @@ def test_one_window_at_a_time_and_none_of_a_gpu_without_one(tmp_path: Path) -> N
 def test_a_trace_that_cannot_be_written_is_told_and_the_next_window_works(tmp_path: Path) -> None:
     one = Profiled(tmp_path / "gone")
     one.open(steps=2, skip=0)
-    with pytest.raises(RequestError, match="profiling failed: FileNotFoundError") as found:
+    with pytest.raises(
+        RequestError, match=f"{one.path} could not be written: No such file or directory; make room"
+    ) as found:
         one.run()
-    assert found.value.status == 500
+    assert (found.value.status, found.value.code) == (500, "engine")
     one.path = tmp_path / "trace.json.gz"
     one.open(steps=2, skip=1)
     assert one.run() is not None
@@ -222,6 +247,87 @@ def test_a_step_that_is_run_again_row_by_row_stands_in_one_range(tmp_path: Path)
     assert one.run() is not None
     assert one.ranges() == ["walkgate.step 0 thinker_prefill rows=2 bucket=2", text_range(1)]
     assert one.engine.lanes[1].counters["steps_split_after_error"] == 1
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Every write beyond `size` bytes of a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 2000])
+def test_a_full_disk_is_told_and_leaves_no_file(tmp_path: Path, size: int) -> None:
+    one = Profiled(tmp_path)
+    one.open(steps=3, skip=0)
+    with (
+        files_end_at(size),
+        pytest.raises(RequestError, match="could not be written: its end is missing; is the disk full"),
+    ):
+        one.run()
+    assert list(tmp_path.iterdir()) == []
+    one.open(steps=2, skip=0)
+    assert one.run() is not None
+    assert list(tmp_path.iterdir()) == [one.path]
+
+
+def test_a_disk_that_fills_up_while_a_trace_is_compressed_leaves_no_file(tmp_path: Path) -> None:
+    one = Profiled(tmp_path)
+    one.open(steps=3, skip=0)
+    part = tmp_path / "trace.json.gz.part"
+    part.symlink_to("/dev/full")
+    with pytest.raises(
+        RequestError, match=f"{one.path} could not be written: No space left on device; make room in the folder"
+    ):
+        one.run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_engine_goes_on_while_a_trace_is_compressed(tmp_path: Path) -> None:
+    one = Profiled(tmp_path, tokens=40)
+    part = tmp_path / "trace.json.gz.part"
+    os.mkfifo(part)  # a disk that takes nothing until somebody reads
+    one.open(steps=2, skip=0)
+    launched = []
+    for _ in range(30):
+        one.engine.loop.turn()
+        launched.append(len(one.engine.thinker.launches))
+        assert one.profiler.close_if_over() is None
+    assert launched == list(range(1, 31))
+    with pytest.raises(RequestError, match="another window is open"):
+        one.open(steps=1, skip=0)
+    assert not one.path.exists()
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(part.read_bytes()))
+    reader.start()
+    assert one.end().path == str(one.path)
+    reader.join()
+    assert len(json.loads(gzip.decompress(read[0]))["traceEvents"]) > 0
+
+
+def test_a_turn_passes_between_stopping_and_saving(tmp_path: Path) -> None:
+    one = Profiled(tmp_path)
+    one.open(steps=1, skip=0)
+    one.engine.loop.turn()
+    assert one.profiler.close_if_over() is None
+    assert list(tmp_path.iterdir()) == []
+    assert one.end().steps == 1
+    assert one.ranges() == ["walkgate.step 0 thinker_prefill rows=1 bucket=1"]
+
+
+def test_a_trace_holds_three_seconds_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profiling.MOST_RECORDED_S == 3.0
+    monkeypatch.setattr(profiling, "MOST_RECORDED_S", 0.1)
+    one = Profiled(tmp_path, tokens=6)
+    one.open(steps=50, skip=2)
+    assert one.run(turns=6) is None
+    outcome = one.end()
+    assert (outcome.steps, outcome.path) == (4, str(one.path))
+    assert outcome.seconds >= 0.1
 
 
 @GPU

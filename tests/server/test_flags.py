@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from engine.config import GPU_SWITCHES, SWITCHES
 from engine.model.weights import dummy_digest
 from engine.phases import PHASES
 from tests.server.serving import command, environment, serving
@@ -51,3 +55,24 @@ def test_the_released_shapes_are_known_by_name_and_need_no_weights_to_be_describ
     words = command("serve", "qwen3-omni-30b-a3b", "--port", "0")
     refused = subprocess.run(words, env=cache, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 64 and "add --load-format dummy" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "names", "off"), [("cpu", SWITCHES, ["launch_ahead"]), ("cuda", SWITCHES + GPU_SWITCHES, [])]
+)
+def test_info_says_which_switches_are_on_by_default_on_a_device(
+    tiny_checkpoint: Path, device: str, names: tuple[str, ...], off: list[str]
+):
+    words = command("info", str(tiny_checkpoint), "--device", device)
+    found = json.loads(subprocess.run([*words, "--json"], env=environment(), capture_output=True, timeout=60).stdout)
+    assert found["device"] == device
+    assert found["switches"] == {name: name not in off for name in names}
+    told = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60).stdout
+    assert f"switches       on: {', '.join(name for name in names if name not in off)}\n" in told
+    assert ("\n               off: launch_ahead\n" in told) == bool(off)
+
+
+def test_info_refuses_a_device_that_is_not_served(tiny_checkpoint: Path):
+    words = command("info", str(tiny_checkpoint), "--device", "abacus")
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 64 and "--device 'abacus' is not served yet; there is cpu, cuda" in done.stderr

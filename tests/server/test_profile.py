@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from tests.shared import REPOSITORY
 
 JSON = {"Content-Type": "application/json"}
 API = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+NAMES = "name: must be 1 to 100 of the letters A-Z and a-z, digits, _, - and ."
 SAID = {"text": "Name three rivers.", "max_tokens": 60, "ignore_eos": True}
 
 
@@ -116,7 +118,7 @@ def test_a_window_without_steps_ends_with_its_time_and_leaves_no_trace(profiled:
 
 
 def test_a_window_that_gets_some_of_its_steps_says_how_many(profiled: Server):
-    connection = open_window(profiled, steps=1000, skip=4, seconds=3.0, name="some")
+    connection = open_window(profiled, steps=200, skip=4, seconds=3.0, name="some")
     profiled.answer(**SAID)
     answer = json.loads(connection.getresponse().read())
     # The prompt is one step, which makes the first of the 60 tokens.
@@ -145,7 +147,7 @@ def test_a_second_window_is_refused_and_a_client_that_leaves_does_not_close_its_
         ({"kind": "cuda"}, "kind", "needs a GPU and this engine runs on a CPU"),
         ({"kind": "cuda", "name": "a"}, "name", "writes no trace here"),
         ({"steps": 0}, "steps", "greater than or equal to 1"),
-        ({"steps": 1001}, "steps", "less than or equal to 1000"),
+        ({"steps": 201}, "steps", "less than or equal to 200"),
         ({"steps": "5"}, "steps", "integer"),
         ({"steps": True}, "steps", "integer"),
         ({"skip": -1}, "skip", "greater than or equal to 0"),
@@ -153,10 +155,10 @@ def test_a_second_window_is_refused_and_a_client_that_leaves_does_not_close_its_
         ({"seconds": 0}, "seconds", "greater than 0"),
         ({"seconds": 601}, "seconds", "less than or equal to 600"),
         ({"seconds": float("nan")}, "seconds", "finite"),
-        ({"name": ""}, "name", "pattern"),
-        ({"name": "a/b"}, "name", "pattern"),
-        ({"name": "a\n"}, "name", "pattern"),
-        ({"name": "a" * 101}, "name", "pattern"),
+        ({"name": ""}, "name", NAMES),
+        ({"name": "a/b"}, "name", NAMES),
+        ({"name": "a\n"}, "name", NAMES),
+        ({"name": "a" * 101}, "name", NAMES),
         ({"name": "taken"}, "name", "taken.json.gz is there already"),
         ({"path": "/etc/passwd"}, "path", "no such field"),
         ({"step": 5}, "step", "did you mean 'steps'"),
@@ -189,7 +191,8 @@ def test_a_trace_that_cannot_be_written_is_a_500_and_the_server_goes_on(profiled
     finally:
         moved.rename(folder)
     assert (status, answer["error"]["code"]) == (500, "engine")
-    assert "FileNotFoundError" in answer["error"]["message"]
+    assert f"{folder}/steps-" in answer["error"]["message"]
+    assert "No such file or directory; make room in the folder of --profile-dir" in answer["error"]["message"]
     with busy(profiled):
         assert ask(profiled, steps=2, skip=0)[1]["complete"] is True
 
@@ -223,8 +226,33 @@ def test_an_engine_that_dies_while_a_window_is_open_is_a_503(tiny_checkpoint: Pa
         assert running.process.wait(10) == 70
 
 
-def test_a_folder_that_is_not_there_is_a_wrong_flag(tiny_checkpoint: Path, tmp_path: Path):
-    words = command("serve", str(tiny_checkpoint), "--port", "0", "--profile-dir", str(tmp_path / "none"))
-    done = subprocess.run(words, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60)
+def test_a_drain_ends_the_window_at_once_and_lets_no_other_begin(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path / "log", "--profile-dir", str(tmp_path)) as running:
+        late = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
+        late.putrequest("POST", "/profile")
+        for name, value in (JSON | {"Content-Length": "2"}).items():
+            late.putheader(name, value)
+        late.endheaders()
+        waiting = open_window(running, steps=9, seconds=600)
+        asked = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        answer = json.loads(waiting.getresponse().read())
+        assert (answer["steps"], answer["path"], answer["complete"]) == (0, None, False)
+        late.send(b"{}")
+        reply = late.getresponse()
+        assert (reply.status, json.loads(reply.read())["error"]["code"]) == (503, "draining")
+        assert running.process.wait(10) == 0
+        assert time.monotonic() - asked < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("", "the name is empty"), ("none", "does not exist"), ("file", "is not a folder")],
+)
+def test_what_is_no_folder_is_a_wrong_flag(tiny_checkpoint: Path, tmp_path: Path, name: str, words: str):
+    (tmp_path / "file").touch()
+    folder = tmp_path / name if name else ""
+    serve = command("serve", str(tiny_checkpoint), "--port", "0", "--profile-dir", str(folder))
+    done = subprocess.run(serve, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 64
-    assert "--profile-dir" in done.stderr and "does not exist" in done.stderr
+    assert "--profile-dir" in done.stderr and words in done.stderr
