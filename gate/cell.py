@@ -17,8 +17,8 @@ The text that `parse_cells` reads (`workloads/cells.toml`):
 
 Keys of a cell: task, concurrency, requests, warm_waves (0), max_tokens (256), ignore_eos (false), max_frames (none; speech
 tasks only), primary, workload, greedy (false: compare its tokens). The workload `ids` asks T2T for prompts of `prompt_tokens`
-random token ids, each below `ids_below` (256: the single bytes, which every byte-level tokenizer has first). An unknown key,
-task, metric or workload is a ValueError.
+random token ids, each below `ids_below` (256: the single bytes, which every byte-level tokenizer has first; at most 1048576).
+`prompt_tokens` is at most 131072. An unknown key, task, metric or workload is a ValueError.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ _LEAST = {
     "prompt_tokens": 1,
     "ids_below": 2,
 }
+# Past every model's context and vocabulary: a slip of the keyboard is to end at once, not to draw ids for minutes.
+_MOST = {"prompt_tokens": 131_072, "ids_below": 1 << 20}
 
 
 def parse_cells(toml_text: str) -> dict[str, CellSet]:
@@ -201,6 +203,8 @@ def _checked(row: Mapping[str, object], known: set[str], where: str) -> None:
             raise ValueError(f"{key} = {value!r} in {where} must be {kind.__name__}")
         if isinstance(value, int) and value < _LEAST.get(key, value):
             raise ValueError(f"{key} = {value} in {where} must be at least {_LEAST[key]}")
+        if isinstance(value, int) and value > _MOST.get(key, value):
+            raise ValueError(f"{key} = {value} in {where} must be at most {_MOST[key]}")
 
 
 def _choice(value: object, allowed: tuple[str, ...], key: str, where: str) -> str:

@@ -2,11 +2,13 @@
 
 Exit codes: 0 nothing worse and every primary cell decided, 1 a regression, broken head, worse WER or moved tokens, 2 no verdict
 for a primary cell, 3 unusable evidence, 64 usage, 70 the gate itself failed (a full disk, an internal error), 130 interrupted.
+Of a run of one arm: 0 every request sound, 1 some were not, 2 stopped before its end, 3 a cell has none; the others as above.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shlex
 import shutil
@@ -34,13 +36,14 @@ from gate.plant import PlantError
 from gate.run import EXIT_INVALID
 from gate.rundir import RunDir, RunDirError, existing
 from gate.session import EXIT_USAGE, Refused
-from gate.summary import session_table
+from gate.summary import failures, session_table
 from gate.verdict import REGRESSION, Comparisons
 from gate.wish import Wish
 from gate.workload import WorkloadError, default_root, load_prompts, ordered
 
 EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
 EXIT_INTERRUPTED = 130
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 DEMO_SLOW = 0.30
 USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError, TraceError)
 
@@ -120,7 +123,7 @@ Workloads = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="A folder with cells.toml, prompts and clips; absent: the gate's own."),
 ]
-Keep = Annotated[bool, typer.Option("--keep", help="Leave the worktrees of the arms.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Leave the arms' trees, which else go once all is measured.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="What --device its server gets.")]
 Moves = Annotated[bool, typer.Option("--expect-token-changes", help="Moved tokens are no failure.")]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an interrupted run, as it was asked for.")]
@@ -205,8 +208,7 @@ def _reported(run_dir: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         _end(f"gate: interrupted{kept}", EXIT_INTERRUPTED)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else (error.strerror or str(error))
+        what = "the disk is full" if error.errno in FULL_DISK else (error.strerror or str(error))
         _end(f"gate: {what}: {error.filename or run_dir or 'no file named'}{kept}", EXIT_INTERNAL)
 
 
@@ -440,7 +442,11 @@ def plan(
         typer.echo(f"carry it out: {_resume_words(folder.path)}")
 
 
-@app.command(name="run")
+@app.command(
+    name="run",
+    epilog="Exit codes, the first that holds: 64 wrong usage, 70 the gate failed, 130 interrupted, 3 a refused server, invalid "
+    "evidence or a cell without a sound request, 1 some requests or a server failed, 2 stopped by --stop-after, 0 all sound.",
+)
 def run_one(
     ref: Annotated[str, typer.Argument(metavar="REF", help="A ref, `.`, a folder, a URL or cmd:WORDS.")],
     set_name: SetName = "quick",
@@ -459,7 +465,7 @@ def run_one(
     boot_timeout: Timeout = 300.0,
     stop_after: StopAfter = "",
 ) -> None:
-    """Measure one arm and print its metrics, session by session.
+    """Measure one arm and print its metrics, session by session, and why requests failed.
 
     Example: `gate run HEAD --set demo`
     """
@@ -484,9 +490,22 @@ def run_one(
         door=door,
     )
     with _reported(target):
-        folder = _with_screen(lambda screen: run.carry_out(wish, screen, limit_s))
-        typer.echo(f"run: {folder.path}\n")
-        typer.echo(session_table(folder.load()))
+        code = _show(_with_screen(lambda screen: run.carry_out(wish, screen, limit_s)))
+    raise typer.Exit(code)
+
+
+def _show(folder: RunDir) -> int:
+    """Print what a run of one arm measured, what went wrong and how to go on; its exit code."""
+    data = folder.load()
+    outcome = run.judged(data)
+    typer.echo(f"run: {folder.path}\n")
+    typer.echo(session_table(data))
+    if wrong := failures(data, outcome.comparisons):
+        typer.echo(f"\nwhat went wrong:\n{wrong}")
+    if outcome.comparisons.is_stopped:
+        typer.echo(f"\nfinish it: {_resume_words(folder.path)}")
+    typer.echo(f"\nmake its report: {_again('report', _shown(folder.path, Path.cwd()))}")
+    return outcome.code
 
 
 @app.command()
@@ -494,7 +513,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     expect_token_changes: Moves = False,
 ) -> None:
-    """Rebuild the report of a run directory, byte for byte, with the exit code that `gate compare` gave.
+    """Rebuild the report of a run directory, byte for byte, with the exit code that `gate compare` or `gate run` gave.
 
     Example: `gate report runs/20260101T120000Z-main-HEAD`
     """
@@ -592,16 +611,35 @@ def kernel_tables(
 
     `gate kernels trace.json.gz`
 
-    `gate kernels head.sqlite --base base.sqlite --kind 'decode rows=1 bucket=1'`
+    `gate kernels head.sqlite --base base.sqlite --kind 'thinker_text_decode rows=1 bucket=1'`
     """
     with _reported():
         if steps is not None and (pattern is not None or kind is not None):
             raise TraceError("--steps takes the whole file; leave --range and --kind out")
         paths = [file] if base is None else [file, base]
-        head_tables, *others = [kernels.tables(trace.read(path), steps, pattern, kind) for path in paths]
+        if json_file is not None and os.path.exists(json_file) and any(json_file.samefile(path) for path in paths):
+            raise TraceError(f"--json {json_file} is a file that is read; name another")
+        head_tables, *others = [_tables_of(path, steps, pattern, kind) for path in paths]
         typer.echo("\n".join(kernels.text(head_tables, others[0] if others else None, top)))
         if json_file is not None:
-            json_file.write_bytes(kernels.encoded(head_tables, others[0] if others else None))
+            _write_json(json_file, kernels.encoded(head_tables, others[0] if others else None))
+
+
+def _tables_of(path: Path, steps: int | None, pattern: str | None, kind: str | None) -> tuple[kernels.KernelTable, ...]:
+    timeline = trace.read(path)
+    try:
+        return kernels.tables(timeline, steps, pattern, kind)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
+
+
+def _write_json(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise
+        raise TraceError(f"--json {path} can't be written: {error.strerror}; name another") from error
 
 
 @app.command()

@@ -176,10 +176,15 @@ def union_and_gap(intervals: Iterable[Interval], windows: Sequence[Interval]) ->
     return union, gap
 
 
+def first_calls(calls: Iterable[Call]) -> dict[Launch, Call]:
+    """Calls by what they launched. Some recorders list a call twice, as runtime and as driver; the first start counts."""
+    return {call.launch: call for call in sorted(calls, key=lambda call: call.start_ns, reverse=True)}
+
+
 def launched_in(ranges: Sequence[StepRange], calls: Iterable[Call]) -> dict[Launch, int]:
     """The index of the range that each call began in, by what the call launched.
 
-    Ranges of one thread are disjoint. Some recorders list a call twice, as runtime and as driver; its first start counts.
+    No range lies inside another of its thread. Where two overlap, a call is in the one that began last.
     """
     by_thread: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for index, step in enumerate(ranges):
@@ -187,8 +192,7 @@ def launched_in(ranges: Sequence[StepRange], calls: Iterable[Call]) -> dict[Laun
     for starts in by_thread.values():
         starts.sort()
     found: dict[Launch, int] = {}
-    first = {call.launch: call for call in sorted(calls, key=lambda call: call.start_ns, reverse=True)}
-    for launch, call in first.items():
+    for launch, call in first_calls(calls).items():
         starts = by_thread.get((call.process, call.thread), [])
         before = bisect_right(starts, call.start_ns, key=lambda start: start[0])
         if before and call.start_ns < ranges[starts[before - 1][1]].end_ns:
@@ -197,14 +201,23 @@ def launched_in(ranges: Sequence[StepRange], calls: Iterable[Call]) -> dict[Laun
 
 
 def outermost(ranges: Iterable[StepRange]) -> list[StepRange]:
-    """The ranges that lie in no other one of the same thread."""
+    """The ranges that lie in no other one of the same thread; those that overlap only in part all stay."""
     found: list[StepRange] = []
     for step in sorted(ranges, key=lambda step: (step.process, step.thread, step.start_ns, -step.end_ns)):
         last = found[-1] if found else None
-        if last and (last.process, last.thread) == (step.process, step.thread) and step.start_ns < last.end_ns:
+        if last and (last.process, last.thread) == (step.process, step.thread) and step.end_ns <= last.end_ns:
             continue
         found.append(step)
     return found
+
+
+def overlapping(ranges: Iterable[StepRange]) -> int:
+    """How many ranges begin before the one before them on their thread has ended."""
+    ordered = sorted(ranges, key=lambda step: (step.process, step.thread, step.start_ns))
+    return sum(
+        (before.process, before.thread) == (after.process, after.thread) and after.start_ns < before.end_ns
+        for before, after in pairwise(ordered)
+    )
 
 
 def tables(
@@ -218,6 +231,9 @@ def tables(
     where the file has no GPU activity, no such range or kind, or too few steps.
     """
     sound = [activity for activity in timeline.activities if activity.ns > 0]
+    if timeline.activities and not sound:
+        many = plural(len(timeline.activities), "kernel, copy or fill", "kernels, copies and fills")
+        raise TraceError(f"the file holds {many} and none that ends after its start; record it again")
     if not sound:
         raise TraceError("the file holds no kernel, copy or fill of a GPU; was it recorded on a CPU?")
     found = _tables(msgspec.structs.replace(timeline, activities=sound), steps, pattern, kind)
@@ -236,13 +252,13 @@ def _tables(timeline: Timeline, steps: int | None, pattern: str | None, kind: st
         return _whole(timeline, steps)
     wanted = STEP_PATTERN if pattern is None else pattern
     try:
-        ranges = outermost(step for step in timeline.ranges if re.match(wanted, step.text))
-    except re.error as error:
+        ranges = [step for step in timeline.ranges if re.match(wanted, step.text)]
+    except (re.error, OverflowError, RecursionError) as error:
         raise TraceError(f"--range {wanted!r} is no regular expression: {error}") from error
     if ranges:
         return _stepwise(timeline, ranges, wanted, kind)
     if pattern is not None or kind is not None:
-        texts = ", ".join(repr(text) for text in sorted({step.text for step in timeline.ranges})[:5]) or "none"
+        texts = ", ".join(repr(text[:80]) for text in sorted({step.text for step in timeline.ranges})[:5]) or "none"
         raise TraceError(f"no range of the file begins with {wanted!r}; --range is to fit its ranges, such as: {texts}")
     return _whole(timeline, None)
 
@@ -281,10 +297,12 @@ def _whole(timeline: Timeline, steps: int | None) -> tuple[KernelTable, ...]:
 
 
 class _Steps(msgspec.Struct, frozen=True):
-    """The kind of each step, and which step launched what."""
+    """The range and the kind of each step, which step launched what, and by which call."""
 
+    ranges: Sequence[StepRange]
     kinds: Sequence[str]
     owners: Mapping[Launch, int]
+    calls: Mapping[Launch, Call]
 
     def of(self, activity: Activity) -> int | None:
         return self.owners.get(activity.launch)
@@ -306,12 +324,31 @@ class _Steps(msgspec.Struct, frozen=True):
         sets = Counter(frozenset(counts.items()) for counts in by_step.values())
         return sets.total() - max(sets.values())
 
+    def before_their_call(self, activities: Iterable[Activity]) -> int:
+        """How many activities the GPU began before the call that launched them."""
+        return sum(
+            activity.start_ns < self.calls[activity.launch].start_ns
+            for activity in activities
+            if activity.launch in self.calls
+        )
+
+    def out_of_order(self, order: Iterable[tuple[int, int]]) -> int:
+        """How many steps were launched before the step of their thread that the GPU began just before them."""
+        begun: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for _, step in order:
+            begun[self.ranges[step].process, self.ranges[step].thread].append(self.ranges[step].start_ns)
+        return sum(after < before for starts in begun.values() for before, after in pairwise(starts))
+
 
 def _stepwise(
-    timeline: Timeline, ranges: Sequence[StepRange], pattern: str, kind: str | None
+    timeline: Timeline, found_ranges: Sequence[StepRange], pattern: str, kind: str | None
 ) -> tuple[KernelTable, ...]:
+    sound = [step for step in found_ranges if step.start_ns < step.end_ns]
+    ranges = outermost(sound)
+    notes = _range_notes(len(found_ranges) - len(sound), len(sound) - len(ranges), overlapping(ranges))
     kinds = [re.sub(pattern, "", step.text, count=1).strip() or pattern for step in ranges]
-    steps = _Steps(kinds, launched_in(ranges, timeline.calls))
+    calls = first_calls(timeline.calls)
+    steps = _Steps(ranges, kinds, launched_in(ranges, calls.values()), calls)
     found, short = [], []
     for gpu, activities in by_gpu(timeline.activities).items():
         many = len(steps.gpu_order(activities))
@@ -322,8 +359,17 @@ def _stepwise(
         else:
             found.append(_steady(timeline.source, gpu, activities, steps, kind))
     if not found:
-        raise TraceError("; ".join(short))
-    return tuple(_noted(one, *short) for one in found)
+        raise TraceError("; ".join([*short, *notes]))
+    return tuple(_noted(one, *notes, *short) for one in found)
+
+
+def _range_notes(empty: int, nested: int, overlaps: int) -> list[str]:
+    texts = [
+        (empty, "left out for ending before its start or at it"),
+        (nested, "inside another of the same thread, counted as part of it"),
+        (overlaps, "begun before the one before on the same thread had ended: a launch belongs to the one begun last"),
+    ]
+    return [f"{plural(many, 'step range')} {what}" for many, what in texts if many]
 
 
 def _steady(source: str, gpu: str, activities: Sequence[Activity], steps: _Steps, wanted: str | None) -> KernelTable:
@@ -344,6 +390,15 @@ def _steady(source: str, gpu: str, activities: Sequence[Activity], steps: _Steps
         notes.append(f"other kinds, not in the table: {', '.join(others)}")
     if irregular := steps.irregular(launched):
         notes.append(f"{irregular:,} of the steps launched other kernels than most")
+    if early := steps.before_their_call(activities):
+        notes.append(
+            f"the clocks are in doubt: {early:,} of {len(activities):,} began before the call that launched them"
+        )
+    if swapped := steps.out_of_order(order):
+        notes.append(
+            f"the times are in doubt, or steps ran side by side: {plural(swapped, 'step')} launched before the step that "
+            f"the GPU began just before"
+        )
     span = sum(high - low for low, high in spans)
     return KernelTable(source, gpu, kind, len(windows), _rows(launched), union, gap, span, foreign, tuple(notes))
 

@@ -7,6 +7,7 @@ Lives here: what a comparison does, step by step (DESIGN section 5). Not here: t
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +38,7 @@ from gate.session import (
     is_ours,
     serving,
 )
+from gate.summary import one_arm_exit_code
 from gate.verdict import Comparisons, compare, exit_code
 from gate.wish import (
     EXPECT_FLAG,
@@ -182,7 +184,10 @@ def resume(path: Path, watcher: Watcher, stop_after_s: float = float("inf")) -> 
     if not folder.is_planned:
         return carry_out(wish, watcher, stop_after_s)
     with rundir.claimed(folder):
-        wish = pinned_to(wish, folder.load().plan)
+        data = folder.load()
+        if _is_over(folder, data):
+            return folder
+        wish = pinned_to(wish, data.plan)
         check(wish)
         _carry_out(wish, folder, watcher, stop_at, resumed=True)
     return folder
@@ -195,6 +200,23 @@ def _carry_out(wish: Wish, folder: RunDir, watcher: Watcher, stop_at: float, res
             _run_sessions(ready, watcher)
         except Stopped:
             watcher.say("stopped by --stop-after")
+    if not wish.keep and not _owed(folder.load()):
+        _remove_snapshots(arms)
+
+
+def _remove_snapshots(arms: Sequence[Arm | Peer]) -> None:
+    """Take the copies of working trees off disk; until all is measured they stay, as a resumed run goes on with them."""
+    for arm in arms:
+        if arm.info.kind == "snapshot":
+            # Under another name first: a gate that is killed meanwhile leaves no half of a tree to be measured.
+            beside = arm.tree.rename(arm.tree.with_name(arm.tree.name + ".part"))
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _is_over(folder: RunDir, run: RunData) -> bool:
+    """Whether a run is measured and its snapshots are gone, which are the last to go: there is nothing left to carry out."""
+    gone = any(arm.kind == "snapshot" and not (folder.path / "arms" / arm.name).is_dir() for arm in run.plan.arms)
+    return gone and not _owed(run)
 
 
 def _run_sessions(ready: Prepared, watcher: Watcher) -> None:
@@ -446,8 +468,16 @@ def write_report(folder: RunDir, expect_token_changes: bool = False) -> Outcome:
     Token changes are expected when the plan's own command said so, or when this call does.
     """
     run = folder.load()
+    outcome = judged(run, expect_token_changes)
+    folder.write_tables(build_frames(run, outcome.comparisons))
+    folder.write_reports(render_report(run, outcome.comparisons), report_json(run, outcome.comparisons))
+    return outcome
+
+
+def judged(run: RunData, expect_token_changes: bool = False) -> Outcome:
+    """What a run says, and its exit code; writes nothing."""
     comparisons = compare(run)
-    folder.write_tables(build_frames(run, comparisons))
-    folder.write_reports(render_report(run, comparisons), report_json(run, comparisons))
+    if comparisons.single:
+        return Outcome(comparisons, one_arm_exit_code(comparisons))
     expected = expect_token_changes or EXPECT_FLAG in shlex.split(run.plan.command)
     return Outcome(comparisons, exit_code(comparisons, expected))

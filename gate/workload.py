@@ -133,7 +133,8 @@ def make_ids(cell: Cell, seed: int, root: Path) -> Workload:
     length, below = cell.prompt_tokens, cell.ids_below
     assert length is not None and below is not None, f"{cell.name} is no cell of random ids"
     count = cell.requests + cell.warm_waves * cell.concurrency
-    if below**length < 2 * count:
+    # At two ids and more, a prompt as long as 2 * count has bits is long enough: no large power is worked out.
+    if below ** min(length, (2 * count).bit_length()) < 2 * count:
         raise WorkloadError(
             f"{cell.name} wants {count} different prompts of {length} ids below {below}; raise prompt_tokens or ids_below"
         )

@@ -73,6 +73,17 @@ def test_a_row_overrides_its_tasks_defaults() -> None:
             "prompt_tokens = 0 in [sets.small], cell 1 must be at least 1",
         ),
         (
+            toml('{ task = "T2T", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 131073 }'),
+            "prompt_tokens = 131073 in [sets.small], cell 1 must be at most 131072",
+        ),
+        (
+            toml(
+                '{ task = "T2T", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 4, ids_below = 1048577 }'
+            ),
+            "ids_below = 1048577 in [sets.small], cell 1 must be at most 1048576",
+        ),
+        (toml(defaults="[defaults.T2T]\nprompt_tokens = 1000000000"), "[defaults.T2T] must be at most 131072"),
+        (
             toml('{ task = "T2T", concurrency = 1, requests = 2, prompt_tokens = 4 }'),
             "prompt_tokens in [sets.small], cell 1 is for workload = 'ids', and this is 'prompts'",
         ),
@@ -92,6 +103,12 @@ def test_a_cell_of_random_ids_stays_below_256_unless_it_says_more_and_has_a_work
     assert (few.prompt_tokens, few.ids_below, few.source) == (64, 256, "ids T2T@1")
     assert many.ids_below == 151643
     assert parse_cells(toml())["small"].cells[0].source == "prompts"
+
+
+def test_a_cell_of_random_ids_may_be_as_long_and_as_wide_as_the_limits() -> None:
+    row = 'task = "T2T", concurrency = 1, requests = 2, workload = "ids", prompt_tokens = 131072, ids_below = 1048576'
+    (cell,) = parse_cells(toml(f"{{ {row} }}"))["small"].cells
+    assert (cell.prompt_tokens, cell.ids_below) == (131072, 1048576)
 
 
 def test_the_sets_of_the_repository_are_those_that_are_promised() -> None:

@@ -199,11 +199,65 @@ def test_moved_tokens_are_1_and_expected_ones_are_not_also_for_report(place: Pat
     assert call("report", "../one").exit_code == 1
 
 
-def test_run_measures_one_arm_and_prints_its_metrics(place: Path) -> None:
+def test_run_measures_one_arm_and_prints_its_metrics_and_what_makes_the_report(place: Path) -> None:
     done = call("run", "HEAD", *quick("--run", "../one"))
     assert done.exit_code == 0, done.output
     assert "| cell | metric | 01-arm |" in done.stdout
     assert "| T2T@2 | failed (requests) | 0 |" in done.stdout
+    assert "what went wrong" not in done.stdout
+    assert done.stdout.endswith(f"\n\nmake its report: gate report {place / 'one'}\n")
+    assert call("report", str(place / "one")).exit_code == 0
+    assert (place / "one" / "report.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "told"),
+    [
+        (
+            {"refuse_on": "number 1"},
+            1,
+            [
+                "| T2T@2 | failed (requests) | 1 |",
+                "\nT2T@2: 1 request failed: HTTP 400: refused (text): this prompt is refused\n",
+            ],
+        ),
+        ({"short_by": 3}, 3, ["\nT2T@2: 01-arm: 4 of 4 requests gave short output (first: request 0,"]),
+        (
+            {"refuse_on": "number"},
+            3,
+            [
+                "| T2T@2 | failed (requests) | 4 |",
+                "\nT2T@2: 4 requests failed: HTTP 400: refused (text): this prompt is refused\n",
+            ],
+        ),
+        (
+            {"exit_at_start": 9},
+            3,
+            [
+                "\n01-arm: the server ended with exit code 9 while starting\n",
+                "\nT2T@2: 4 requests failed: not sent: the server ended with exit code 9 while starting\n",
+            ],
+        ),
+    ],
+)
+def test_a_run_says_why_requests_failed_and_ends_with_1_or_with_3_where_a_cell_has_no_sound_one(
+    place: Path, behaviour: dict[str, object], code: int, told: list[str]
+) -> None:
+    tree = make_tree(place / "faulty", **behaviour)
+    done = call("run", str(tree), *quick("--run", "../one"))
+    assert done.exit_code == code, done.output
+    assert "\nwhat went wrong:\n" in done.stdout
+    assert [words for words in told if words not in done.stdout] == []
+    assert call("report", "../one").exit_code == code
+
+
+def test_a_stopped_run_of_one_arm_is_2_and_names_what_finishes_it(place: Path) -> None:
+    done = call("run", "HEAD", *quick("--run", "../one", "--stop-after", "0s"))
+    assert done.exit_code == 2, done.output
+    assert "| T2T@2 | not finished |" in done.stdout
+    assert f"\nfinish it: gate compare --resume {place / 'one'}\n" in done.stdout
+    assert call("compare", "--resume", "../one").exit_code == 0
+    assert "Exit codes, the first that holds" in call("run", "--help").output
 
 
 def test_a_run_stopped_in_time_goes_on_with_resume(place: Path) -> None:

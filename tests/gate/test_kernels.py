@@ -41,8 +41,8 @@ def ran(correlation: int, start_ns: int, ns: int, row: str = "k", device: int = 
     return Activity(process, device, correlation, f"void {row}<1>()", row, start_ns, start_ns + ns)
 
 
-def loop(kinds: list[str], ahead_ns: int = 0) -> Timeline:
-    """One step each 100 ns on the GPU from 1,000 on: kernel `a` of 30 ns twice, 10 ns apart; launched `ahead_ns` before."""
+def loop(kinds: list[str], ahead_ns: int = 20) -> Timeline:
+    """One step each 100 ns on the GPU from 1,000 on: kernel `a` of 30 ns twice, 10 ns apart; `ahead_ns` after its range."""
     ranges, calls, activities = [], [], []
     for number, kind in enumerate(kinds):
         host, gpu = 1_000 + 100 * number - ahead_ns, 1_000 + 100 * number
@@ -118,7 +118,7 @@ def test_a_steady_loop_gives_count_time_union_gap_and_span_of_the_inner_steps() 
     assert one.notes == ("3 of 5 steps of the file, the first and the last dropped",)
 
 
-@pytest.mark.parametrize("ahead_ns", [0, 90, 100, 730])
+@pytest.mark.parametrize("ahead_ns", [10, 90, 100, 730])
 def test_how_far_ahead_of_the_gpu_the_steps_are_launched_changes_nothing(ahead_ns: int) -> None:
     kinds = [DECODE, DECODE, PREFILL, DECODE, DECODE, DECODE]
     assert only(loop(kinds, ahead_ns)) == only(loop(kinds))
@@ -197,6 +197,73 @@ def test_ranges_inside_one_that_fits_too_are_part_of_it() -> None:
     assert outermost([inner, outer, later, elsewhere]) == [outer, later, elsewhere]
 
 
+def test_ranges_that_overlap_in_part_all_stay_and_a_launch_is_in_the_one_begun_last() -> None:
+    ranges = [ranged("s", 0, 15), ranged("s", 10, 25), ranged("s", 10, 25, "u")]
+    assert outermost(ranges) == ranges
+    calls = [called(number, start) for number, start in enumerate((9, 10, 14, 15, 24, 25))]
+    assert launched_in(ranges, calls) == {(7, 0): 0, (7, 1): 1, (7, 2): 1, (7, 3): 1, (7, 4): 1}
+
+
+@pytest.mark.parametrize("lasts_ns", [150, 250, 350])
+def test_steps_whose_ranges_overlap_are_steps_of_their_own_and_the_table_says_so(lasts_ns: int) -> None:
+    ranges = [ranged(f"walkgate.step {n} {DECODE}", 100 * n, 100 * n + lasts_ns) for n in range(31)]
+    calls = [called(n, 100 * n + 1) for n in range(31)]
+    one = only(Timeline("by hand", ranges, calls, [ran(n, 100 * n + 5, 90) for n in range(31)]))
+
+    assert (one.steps, [(row.count, row.total_ns) for row in one.rows]) == (29, [(29, 29 * 90)])
+    assert (one.union_ns, one.gap_ns, one.span_ns) == (29 * 90, 29 * 10, 29 * 100)
+    assert (
+        "30 step ranges begun before the one before on the same thread had ended: a launch belongs to the one begun last"
+        in one.notes
+    )
+
+
+def test_ranges_that_are_no_steps_of_their_own_are_said() -> None:
+    timeline = loop([DECODE] * 5)
+    more = [ranged("walkgate.step 8 x", 1_085, 1_100), ranged("walkgate.step 9 x", 1_000, 990)]
+    one = only(msgspec.structs.replace(timeline, ranges=[*timeline.ranges, *more]))
+
+    assert (one.steps, one.sum_ns) == (3, 180)
+    assert one.notes[1:] == (
+        "1 step range left out for ending before its start or at it",
+        "1 step range inside another of the same thread, counted as part of it",
+    )
+
+
+def test_steps_that_all_lie_in_one_range_are_refused_with_that_reason() -> None:
+    timeline = loop([DECODE] * 5)
+    around = ranged("walkgate.step 9 around", 0, 9_000)
+    with pytest.raises(TraceError, match=r"work of 1 step range, .*; 5 step ranges inside another of the same thread"):
+        tables(msgspec.structs.replace(timeline, ranges=[*timeline.ranges, around]))
+
+
+def test_a_step_that_a_backward_clock_moved_is_said() -> None:
+    timeline = loop([DECODE] * 6)
+    back_ns = 600
+    ranges, calls = list(timeline.ranges), list(timeline.calls)
+    ranges[2] = ranged(ranges[2].text, ranges[2].start_ns - back_ns, ranges[2].end_ns - back_ns)
+    calls[2] = called(2, calls[2].start_ns - back_ns)
+    one = only(msgspec.structs.replace(timeline, ranges=ranges, calls=calls))
+
+    assert one.notes[1:] == (
+        "the times are in doubt, or steps ran side by side: 1 step launched before the step that the GPU began just before",
+    )
+
+
+def test_steps_of_two_threads_need_no_common_order() -> None:
+    first, second = loop([DECODE] * 3), loop([DECODE] * 3, ahead_ns=730)
+    late = [ranged(one.text, one.start_ns, one.end_ns, "u") for one in second.ranges]
+    calls = [called(10 + one.correlation, one.start_ns, "u") for one in second.calls]
+    work = [ran(10 + n, 1_015 + 100 * n, 5, "b") for n in range(3)]
+    both = Timeline("by hand", [*first.ranges, *late], [*first.calls, *calls], [*first.activities, *work])
+    assert not any("in doubt" in note for note in only(both).notes)
+
+
+def test_kernels_that_begin_before_they_are_launched_are_said() -> None:
+    one = only(loop([DECODE] * 5, ahead_ns=0))
+    assert one.notes[1:] == ("the clocks are in doubt: 5 of 10 began before the call that launched them",)
+
+
 def test_a_step_with_other_kernels_is_counted_and_said() -> None:
     one = only(with_more(loop([DECODE] * 5), ran(2, 1_280, 6, "copy")))
     assert "1 of the steps launched other kernels than most" in one.notes
@@ -250,13 +317,20 @@ def test_a_pattern_that_fits_nothing_is_refused_with_the_ranges_there_are() -> N
         TraceError, match=r"begins with 'step'; --range is to fit its ranges, such as: 'walkgate.step 0 decode"
     ):
         tables(loop([DECODE] * 3), pattern="step")
-    with pytest.raises(TraceError, match=r"--range '\(' is no regular expression"):
-        tables(loop([DECODE] * 3), pattern="(")
+    for pattern in ("(", "a{99999999999}", "(" * 10_000):
+        with pytest.raises(TraceError, match=r"^--range '.*' is no regular expression"):
+            tables(loop([DECODE] * 3), pattern=pattern)
 
 
 def test_a_file_without_gpu_activity_is_refused() -> None:
     with pytest.raises(TraceError, match="was it recorded on a CPU"):
         tables(Timeline("by hand", [ranged("walkgate.step 1 decode", 0, 9)], [called(1, 2)], []))
+
+
+def test_a_file_whose_kernels_all_last_no_time_is_refused_with_what_is_known() -> None:
+    timeline = Timeline("by hand", [], [], [ran(1, 1_150, 0), ran(2, 1_150, -10)])
+    with pytest.raises(TraceError, match="holds 2 kernels, copies and fills and none that ends after its start"):
+        tables(timeline)
 
 
 def test_rows_that_end_before_they_start_are_left_out_and_said() -> None:

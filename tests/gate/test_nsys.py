@@ -165,6 +165,48 @@ def test_what_is_no_export_is_refused_with_its_name(tmp_path: Path) -> None:
         nsys.read(tmp_path / "old.sqlite")
 
 
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("CUPTI_ACTIVITY_KIND_KERNEL", (None, None, 0, 1, PROCESS, 1, 2, None)),
+        ("CUPTI_ACTIVITY_KIND_KERNEL", ("soon", "late", 0, 1, PROCESS, 1, 2, None)),
+        ("CUPTI_ACTIVITY_KIND_KERNEL", (1.5, 2.5, 0, 1, PROCESS, 1, 2, None)),
+        ("CUPTI_ACTIVITY_KIND_KERNEL", (0, 5, 0, 1, PROCESS, 90, 2, None)),  # its name is a blob
+        ("CUPTI_ACTIVITY_KIND_MEMCPY", (0, 5, 0, 1, PROCESS, 8, None)),
+        ("CUPTI_ACTIVITY_KIND_MEMSET", (0, b"5", 0, 1, PROCESS, 0, 8)),
+        ("CUPTI_ACTIVITY_KIND_RUNTIME", (0, 5, None, 1, 5)),
+        ("NVTX_EVENTS", (0, 5, 59, b"walkgate.step 1 x", THREAD, None)),
+        ("META_DATA_EXPORT", (b"EXPORT_PRODUCT_VERSION", "1")),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_table(tmp_path: Path, table: str, row: tuple[object, ...]) -> None:
+    odd: Rows = {"StringIds": [(90, b"\xff")], table: [row]}
+    path = export(tmp_path / "a.sqlite", loop(6, odd))
+    done = CliRunner().invoke(app, ["kernels", str(path)])
+    assert (done.exit_code, done.stderr.count("\n")) == (64, 1), done.output
+    assert f"{path} has a damaged row in {table}: Expected `" in done.stderr
+    assert "export it again: nsys export --type sqlite" in done.stderr
+
+
+def test_numbers_for_names_are_refused(tmp_path: Path) -> None:
+    path = export(tmp_path / "a.sqlite", loop(6))
+    with closing(sqlite3.connect(path)) as made:
+        made.execute("DROP TABLE StringIds")
+        made.execute("CREATE TABLE StringIds (id, value)")
+        made.execute("INSERT INTO StringIds VALUES (1, 77)")
+        made.commit()
+    with pytest.raises(
+        TraceError, match=r"a damaged row in CUPTI_ACTIVITY_KIND_KERNEL: Expected `str \| null`, got `int`"
+    ):
+        nsys.read(path)
+
+
+def test_a_version_that_is_null_is_unknown(tmp_path: Path) -> None:
+    versions: Rows = {"StringIds": STRINGS, "META_DATA_EXPORT": [("EXPORT_PRODUCT_VERSION", None)]}
+    found = nsys.read(export(tmp_path / "a.sqlite", joined(versions, step(1))))
+    assert found.source == "Nsight Systems unknown, schema unknown, a.sqlite"
+
+
 def test_an_export_is_only_read(tmp_path: Path) -> None:
     path = export(tmp_path / "a.sqlite", loop(6))
     before = path.read_bytes()

@@ -445,6 +445,29 @@ def test_a_stopped_run_ends_at_a_cell_boundary_and_goes_on_in_its_own_slots(
     assert [session.boots for session in whole.sessions] == [2, 1]
 
 
+def test_the_snapshot_of_a_working_tree_stays_until_all_is_measured_and_then_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = make_wish(tmp_path, {}, {}, choices=(ArmChoice("arm", "."),), sessions=1)
+    copy = wish.run_dir / "arms" / "arm"
+    with monkeypatch.context() as hurried:
+        folder = carry_out(wish, Hurried("T2T@1", hurried), stop_after_s=3600)
+    assert (copy / "engine").is_dir()
+    (wish.repository / "engine" / "later.py").write_text("changed = True\n")
+    whole = resume(folder.path, Notes()).load()
+    assert [session.boots for session in whole.sessions] == [2]
+    assert list(copy.parent.iterdir()) == []
+    notes = Notes()
+    assert resume(folder.path, notes).load() == whole
+    assert notes.said == [] and list(copy.parent.iterdir()) == []
+
+
+def test_keep_leaves_the_snapshot_of_a_working_tree(tmp_path: Path) -> None:
+    wish = make_wish(tmp_path, {}, {}, choices=(ArmChoice("arm", "."),), sessions=1, cells=("T2T@2",), keep=True)
+    carry_out(wish, Notes())
+    assert (wish.run_dir / "arms" / "arm" / "engine").is_dir()
+
+
 def test_resuming_keeps_whole_sessions_and_the_commits_of_the_plan_though_head_has_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,54 @@ def test_a_damaged_or_foreign_file_is_refused_with_its_name(tmp_path: Path) -> N
             trace.read(path)
 
 
+@pytest.mark.parametrize("time", ['"NaN"', '"Infinity"', "1e999999", "1e400", "1e30", "-1e30"])
+@pytest.mark.parametrize("field", ["ts", "dur"])
+def test_a_time_that_no_clock_shows_is_refused_with_its_event(tmp_path: Path, field: str, time: str) -> None:
+    lines = [line.replace(f'"{field}": ', f'"{field}": {time}, "other": ') for line in step(1)]
+    for index in (0, 3, 6, 9):  # a range, a call, a kernel and a copy
+        path = write(tmp_path / "a.json", *step(0), lines[index])
+        done = call(path)
+        assert (done.exit_code, done.stderr.count("\n")) == (64, 1), done.output
+        assert str(path) in done.stderr and "has ts " in done.stderr and "record it again" in done.stderr
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    deep = event("kernel", "k", "1.000", "1.000", a=0).replace(
+        '"a": 0', '"a": ' + '{"a": ' * 100_000 + "1" + "}" * 100_000
+    )
+    done = call(write(tmp_path / "deep.json", deep))
+    assert (done.exit_code, done.stderr.count("\n")) == (64, 1), done.output
+    assert "deep.json is no whole torch-profiler trace" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["large.json", "large.json.gz"])
+def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = write(tmp_path / name, *step(1))
+    size = len(document(*step(1)).encode())
+    monkeypatch.setattr(trace, "MOST_BYTES", size)
+    assert len(trace.read(path).activities) == 4
+    monkeypatch.setattr(trace, "MOST_BYTES", size - 1)
+    with pytest.raises(TraceError, match=f"{name} holds more than {size - 1:,} bytes of JSON; record fewer steps"):
+        trace.read(path)
+
+
+def test_a_trace_that_memory_can_not_hold_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)  # takes no place on the disk
+    limited = (
+        "import resource, sys\n"
+        "from gate.cli import main\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, "kernels", str(path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (64, f"gate: {path} takes more memory than there is; record fewer steps\n")
+
+
 def test_a_report_of_nsight_is_refused_with_the_command_that_exports_it(tmp_path: Path) -> None:
     report = tmp_path / "run.nsys-rep"
     report.write_bytes(b"")
@@ -162,6 +212,27 @@ def test_the_command_shows_the_change_from_a_base(tmp_path: Path) -> None:
     assert "| gap | 181.25 | 178.25 | −3.00 |" in done.stdout
 
 
+def test_the_json_never_overwrites_a_file_that_is_read(tmp_path: Path) -> None:
+    path, base = (
+        write(tmp_path / name, *(one for number in range(6) for one in step(number))) for name in ("a.json", "b.json")
+    )
+    link = tmp_path / "link.json"
+    link.symlink_to(base)
+    before = path.read_bytes()
+    for out in (path, base, link, tmp_path / "." / "a.json"):
+        done = call(path, "--base", base, "--json", out)
+        assert done.exit_code == 64, done.output
+        assert f"--json {out} is a file that is read; name another" in done.stderr
+    assert path.read_bytes() == base.read_bytes() == before
+
+
+def test_a_full_disk_is_no_usage_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", *(one for number in range(6) for one in step(number)))
+    done = call(path, "--json", "/dev/full")
+    assert done.exit_code == 70
+    assert "the disk is full" in done.stderr
+
+
 def test_wrong_usage_ends_with_64_and_a_sentence(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", *(one for number in range(6) for one in step(number)))
     cases = [
@@ -169,7 +240,13 @@ def test_wrong_usage_ends_with_64_and_a_sentence(tmp_path: Path) -> None:
         ((path, "--range", "forward"), "no range of the file begins with 'forward'"),
         ((path, "--kind", "decode"), "no step of --kind 'decode'"),
         ((tmp_path / "none.json",), "does not exist"),
-        ((write(tmp_path / "cpu.json", *step(1)[:1]),), "was it recorded on a CPU?"),
+        (
+            (write(tmp_path / "cpu.json", *step(1)[:1]),),
+            "cpu.json: the file holds no kernel, copy or fill of a GPU; was it",
+        ),
+        ((path, "--json", tmp_path / "none" / "out.json"), "out.json can't be written: No such file or directory"),
+        ((path, "--json", tmp_path), "can't be written: Is a directory"),
+        ((path, "--json", tmp_path / ("x" * 300)), "can't be written: File name too long"),
     ]
     for words, sentence in cases:
         done = call(*words)

@@ -197,6 +197,21 @@ def test_ids_that_can_not_all_be_different_are_refused(tmp_path: Path) -> None:
         make_ids(ids_cell(prompt_tokens=1, ids_below=8), 0, tmp_path)
 
 
+@pytest.mark.parametrize("length", [3, 4, 5, 6])
+def test_half_of_all_prompts_that_there_are_can_be_had_and_not_one_more(tmp_path: Path, length: int) -> None:
+    few = {"warm_waves": 0, "prompt_tokens": length, "ids_below": 2}
+    half = 2 ** (length - 1)
+    assert len(make_ids(ids_cell(requests=half, **few), 0, tmp_path).items) == half
+    with pytest.raises(WorkloadError, match=f"wants {half + 1} different prompts of {length} ids below 2"):
+        make_ids(ids_cell(requests=half + 1, **few), 0, tmp_path)
+
+
+def test_the_longest_and_widest_prompt_is_drawn(tmp_path: Path) -> None:
+    cell = ids_cell(requests=1, warm_waves=0, prompt_tokens=131_072, ids_below=1 << 20)
+    (item,) = make_ids(cell, 0, tmp_path).items
+    assert item.token_ids is not None and len(item.token_ids) == 131_072 and max(item.token_ids) < 1 << 20
+
+
 def test_the_hash_covers_random_ids(tmp_path: Path) -> None:
     workload = make_ids(ids_cell(requests=1, warm_waves=0), 0, tmp_path)
     (item,) = workload.items
