@@ -6,6 +6,8 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 WORKERS ?= 2
 ARGS ?=
 GPU_PYTHON ?= python3
+# Where gpu-bench writes: the day and the commit, or "tree" without git.
+OUT ?= reports/h200/$(shell date +%F)-$(shell git rev-parse --short HEAD 2>/dev/null || echo tree)
 
 # The first that really starts: pyenv leaves a shim for versions that are not selected.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
@@ -17,6 +19,20 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # Read by every later install, so that none of them swaps the CPU build for another.
 PINS := $(VENV)/pins.txt
+
+# Without a GPU every test of gpu-test would be skipped, and that reads like success.
+define GPU_CHECK
+import sys
+advice = "name a Python with a CUDA build of PyTorch: GPU_PYTHON=PATH (docs/gpu.md)"
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"{sys.executable}: {error}; {advice}")
+if not torch.cuda.is_available():
+    sys.exit(f"{sys.executable}: PyTorch {torch.__version__} sees no CUDA GPU; {advice}")
+print(f"{sys.executable}: PyTorch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+endef
+export GPU_CHECK
 
 .PHONY: test demo lint gpu-test gpu-bench clean help $(VENV)
 
@@ -31,11 +47,14 @@ lint: $(VENV)/.dev  ## ruff and mypy, as review asks for them
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict engine gate
 
-gpu-test:  ## on a GPU: its tests, and every kernel against its reference
+gpu-test:  ## on a GPU: its tests, and every kernel against its reference (ARGS='-n 10' widens them)
+	@$(GPU_PYTHON) -c "$$GPU_CHECK"
 	$(GPU_PYTHON) -m pytest tests/gpu tests/kernels $(ARGS)
 
-gpu-bench:  ## on a GPU: the benchmark, into reports/h200 (ARGS='--librispeech DIR')
-	$(GPU_PYTHON) -m tests.perf.h200 --out reports/h200 $(ARGS)
+gpu-bench:  ## on a GPU: the benchmark, into a dated folder of reports/h200 (ARGS='--librispeech DIR' adds audio)
+	@$(GPU_PYTHON) -c "$$GPU_CHECK"
+	@$(if $(ARGS),:,echo "text alone; with audio: make gpu-bench ARGS='--librispeech DIR'")
+	$(GPU_PYTHON) -m tests.perf.h200 --out $(OUT) $(or $(ARGS),--sets h200)
 
 $(VENV): $(VENV)/.dev  ## make the environment with everything the tests need
 

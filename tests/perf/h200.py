@@ -1,7 +1,7 @@
 """The benchmark of the engine on a GPU, through HTTP: `gate run` over the sets of cells, beside floors, targets and memory.
 
 `python -m tests.perf.h200 --out FOLDER` measures the card's read-only ceiling, runs each set into a folder of its own there,
-and writes benchmark.md and benchmark.json from what the runs left. It ends with 1 when a run failed.
+and writes benchmark.md and benchmark.json from what the runs left. It ends with 1 when a run failed, with 64 on wrong usage.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import NoReturn
 
 from engine.model.config import OmniConfig
 from engine.model.released import write_released
@@ -62,6 +63,8 @@ CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
 STEPS = ("steps_captured", "prompt_steps_captured", "steps_eager")
+PAGE, VALUES = "benchmark.md", "benchmark.json"
+EXIT_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,20 +433,33 @@ def _config(model: str, place: Path) -> OmniConfig:
 def write(out: Path, bench: Bench) -> None:
     """Write benchmark.md and benchmark.json into a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "benchmark.md").write_text(markdown(bench), encoding="utf-8")
-    (out / "benchmark.json").write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
+    (out / PAGE).write_text(markdown(bench), encoding="utf-8")
+    (out / VALUES).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
 
 
-def parser() -> argparse.ArgumentParser:
+def earlier(out: Path, sets: Iterable[str]) -> Path | None:
+    """What an earlier benchmark left in a folder, which is not to be mixed with another one's; None if there is nothing."""
+    return next((out / name for name in (*sets, PAGE, VALUES) if (out / name).exists()), None)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the exit code of wrong usage."""
+        self.exit(EXIT_USAGE, f"h200: {message}\n")
+
+
+def parser() -> Parser:
     """The command line."""
-    found = argparse.ArgumentParser(description=__doc__)
+    found = Parser(description=__doc__)
     found.add_argument("--out", type=Path, required=True, help="a folder without earlier runs in it")
     found.add_argument("--sets", default=",".join(SETS), help="sets of workloads/cells.toml")
     found.add_argument("--cells", default="", help="only these of their cells")
     found.add_argument(
         "--sessions", type=int, default=2, help="server boots a set; the very first compiles its kernels"
     )
-    found.add_argument("--librispeech", help="a folder in LibriSpeech's layout, for the audio sets")
+    found.add_argument("--librispeech", help="a folder in LibriSpeech's layout, or hub, for the audio sets")
     found.add_argument(
         "--stop-after", type=_seconds, default=float("inf"), help="seconds; ends at the boundary of a cell"
     )
@@ -473,7 +489,9 @@ def main() -> int:
     except ValueError as error:
         parser().error(str(error))
     if not asked.librispeech and any(name.endswith("audio") for name in sets):
-        parser().error("the audio set needs --librispeech PATH; --sets h200 leaves it out")
+        parser().error("the audio set needs --librispeech PATH, or hub; --sets h200 leaves it out")
+    if found := earlier(asked.out, sets):
+        parser().error(f"--out: {found} is of an earlier benchmark; name a folder without runs")
     bench = benchmark(asked)
     write(asked.out, bench)
     print(markdown(bench))

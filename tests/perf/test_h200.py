@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +21,7 @@ from gate.record import RunData, SessionInfo
 from gate.run import load_run
 from gate.workload import default_root, load_cells
 from tests.gate.runs import make_plan, token_record
-from tests.perf import h200
+from tests.perf import ablate, h200
 from tests.perf.floors import Reads, kv_bytes, text_tok_s, weight_bytes
 from tests.perf.h200 import Bench, Memory, floor_of, markdown, rows_of
 from tests.shared import REPOSITORY
@@ -219,9 +223,75 @@ def test_a_servers_packages_caches_and_time_are_those_of_the_benchmark(monkeypat
     assert "--librispeech" in h200.gate_words(asked, "h200-audio", ["A2T@1"], Path("x"), Path("/c"), float("inf"))
 
 
-def test_the_manual_of_gpus_names_every_switch_every_command_and_what_is_written():
+def test_a_folder_with_an_earlier_benchmark_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refusal() -> str:
+        monkeypatch.setattr(sys, "argv", ["h200", "--out", str(tmp_path), "--sets", "h200", "--device", "cpu"])
+        monkeypatch.setattr(h200, "benchmark", lambda asked: pytest.fail("something was measured"))
+        with pytest.raises(SystemExit) as caught:
+            h200.main()
+        assert caught.value.code == 64
+        return capsys.readouterr().err
+
+    for name in ("benchmark.md", "benchmark.json", "h200"):
+        (tmp_path / name).mkdir()
+        assert refusal() == f"h200: --out: {tmp_path / name} is of an earlier benchmark; name a folder without runs\n"
+        (tmp_path / name).rmdir()
+    # What ablate.py and boots.py write is no run.
+    (tmp_path / "ablation.md").touch()
+    assert h200.earlier(tmp_path, ["h200"]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--sets", "x"), "h200: --sets: there is no 'x'; "),
+        (("--cells", "A2T@1"), "h200: the audio set needs --librispeech PATH, or hub; --sets h200 leaves it out\n"),
+        (("--sessions", "two"), "h200: argument --sessions: invalid int value: 'two'\n"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_64(
+    words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["h200", "--out", "x", *words])
+    with pytest.raises(SystemExit) as caught:
+        h200.main()
+    err = capsys.readouterr().err
+    assert caught.value.code == 64 and err.startswith(told) and err.count("\n") == 1
+
+
+def test_the_manual_says_of_every_switch_whether_it_may_move_a_token_on_a_gpu():
+    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8").split("## Switches\n")[1]
+    found = dict(re.findall(r"^\| `(\w+)` \|.*\| (\w+) \|$", text, flags=re.MULTILINE))
+    assert found.keys() == {*SWITCHES, *GPU_SWITCHES}
+    assert {name for name, when in found.items() if when == "sums"} == ablate.OTHER_SUMS.keys()
+    # An ablation is of text, so it knows nothing of the audio encoder.
+    assert {name for name, when in found.items() if when == "company"} == ablate.OTHER_COMPANY.keys() | {
+        "audio_captures"
+    }
+    assert set(found.values()) == {"sums", "company", "no"}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_targets_for_gpus_say_in_one_line_that_there_is_no_gpu_or_no_torch(tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    # Without the variables of a `make test` around this.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    hidden = {**kept, "CUDA_VISIBLE_DEVICES": ""}
+    for target in ("gpu-test", "gpu-bench"):
+        for env, told in ((hidden, "sees no CUDA GPU"), ({**hidden, "PYTHONPATH": str(tmp_path)}, "no torch here")):
+            command = ["make", "-s", target, f"GPU_PYTHON={sys.executable}", f"OUT={tmp_path / 'out'}"]
+            done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60)
+            assert done.returncode != 0 and done.stdout == ""
+            first, *rest = done.stderr.splitlines()
+            assert first.startswith(f"{sys.executable}: ") and told in first
+            assert all(line.startswith("make: ") for line in rest)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_manual_of_gpus_names_every_command_and_what_is_written():
     text = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert [name for name in (*SWITCHES, *GPU_SWITCHES) if f"`{name}`" not in text] == []
     targets = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     for name in ("gpu-test", "gpu-bench"):
         assert f"make {name}" in text and f"\n{name}:" in targets
