@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -211,7 +212,7 @@ def preprocessor() -> dict[str, object]:
     }
 
 
-def generation(ids: dict[str, int]) -> dict[str, object]:
+def generation(ids: Mapping[str, int]) -> dict[str, object]:
     """The content of `generation_config.json`, given the ids of the special tokens."""
     return {
         "eos_token_id": ids["<|im_end|>"],
@@ -250,7 +251,7 @@ def _expert_layers() -> dict[str, object]:
     }
 
 
-def _thinker(media: dict[str, object], ids: dict[str, int]) -> dict[str, object]:
+def _thinker(media: dict[str, object], ids: Mapping[str, int]) -> dict[str, object]:
     text = {
         **_expert_layers(),
         "model_type": "qwen3_omni_moe_text",
@@ -371,8 +372,8 @@ def _code2wav() -> dict[str, object]:
     }
 
 
-def _config(ids: dict[str, int]) -> dict[str, object]:
-    """`config.json`, in the released spelling."""
+def config_json(ids: Mapping[str, int]) -> dict[str, object]:
+    """The content of `config.json` in the released spelling, given the ids of the special tokens and the role words."""
     media: dict[str, object] = {
         "audio_token_id": ids["<|audio_pad|>"],
         "audio_start_token_id": ids["<|audio_start|>"],
@@ -461,7 +462,7 @@ def write_texts(folder: Path, files: dict[str, dict[str, object]]) -> None:
 def write_tiny(folder: Path, *, seed: int = 0) -> None:
     """Write the small model into `folder`, which is made if need be; another `seed` gives other weights of the same shapes."""
     ids = {token: index for index, token in enumerate(_tokens())}
-    data = _config(ids)
+    data = config_json(ids)
     config = OmniConfig.parse(data)
     tensors = {name: _tensor(name, shape, config, seed) for name, shape in expected_tensors(config).items()}
     files: dict[str, dict[str, object]] = {

@@ -1,0 +1,261 @@
+"""Scores of a trained folder, asked through the engine: what it hears, answers and says, on texts that training never saw.
+
+Everything is greedy. Words are compared in lower case without marks. `rows.jsonl` keeps every reference and answer and `wav/`
+what was said, so that another normaliser can score the texts and a recogniser the speech.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import jiwer
+import numpy as np
+import soundfile
+
+from engine.config import EngineSettings
+from engine.engine import Engine, kernel_options
+from engine.model.omni import load_model
+from engine.model.processor import Inputs, Processor
+from engine.request import Event, Request, Sampling, Speech
+from engine.stop import STOP
+from engine.tiny import shards, tasks, voices
+from engine.tiny.tasks import Example
+from engine.tiny.text import references, sentence_case, sentences, unheard_texts, words
+from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
+
+# The name that a request gets which names no voice.
+VOICE = "ethan"
+TRAINED_REFERENCES, UNHEARD_REFERENCES = "dev-clean.trans.txt", "test-clean.trans.txt"
+FRAMES_PER_SECOND = 12.5
+MOST_TOKENS = 128
+# Speech is cut off here, in lengths of the main voice's own rendering; over `TOO_LONG` it counts as a fault.
+MOST_LENGTHS, TOO_LONG = 3.0, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many of each are asked: held-out `sentences` (heard, heard in an unseen voice, said), `unheard` LibriSpeech texts,
+    held-out `questions` in text, and questions `aloud`.
+    """
+
+    sentences: int = 50
+    unheard: int = 50
+    questions: int = 200
+    aloud: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a part of the score: an example, the samples [n] at 24 kHz that its audio part holds, and whether the
+    answer is to be spoken.
+    """
+
+    part: str
+    example: Example
+    heard: Floats | None = None
+    aloud: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of a request: text, 16-bit samples at 24 kHz, and whether text and speech ended by themselves."""
+
+    text: str = ""
+    pcm: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+    speech_ended: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long the speech lasts."""
+        return len(self.pcm) / 2 / SAMPLE_RATE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request and its answer. What begins at `speech_ended` is of speech; the main voice takes `natural_seconds` to say
+    the reference.
+    """
+
+    part: str
+    reference: str
+    text: str
+    ended: bool
+    speech_ended: bool | None = None
+    seconds: float | None = None
+    natural_seconds: float | None = None
+    wav: str | None = None
+
+
+def score(
+    folder: Path,
+    out: Path,
+    *,
+    sizes: Sizes = Sizes(),
+    librispeech: Path | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    tell: Callable[[str], None] = print,
+) -> dict[str, dict[str, float]]:
+    """Ask the model in `folder` and write `scores.json`, `rows.jsonl` and `wav/` into `out`; returns the scores by part.
+
+    `librispeech` is a folder of reference texts. A part that can't be asked here is left out, and `scores.json` says why.
+    Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main voice can't speak here.
+    """
+    if (reason := voices.missing(MAIN_VOICE)) is not None:
+        raise ValueError(f"the score needs the voice {MAIN_VOICE}: {reason}")
+    asked, skipped = wanted(sizes, librispeech, seed)
+    tell(f"score: {len(asked)} requests")
+    natural = [
+        len(wave) / SAMPLE_RATE for wave in _said([one.example.answer for one in asked if one.aloud], MAIN_VOICE)
+    ]
+    lengths = iter(natural)
+    seconds = [next(lengths) if one.aloud else 0.0 for one in asked]
+    answers = Served(folder, device).answers(asked, seconds)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [_row(out, place, *found) for place, found in enumerate(zip(asked, answers, seconds, strict=True))]
+    shards.write_list(out / "rows.jsonl", rows)
+    scores = {part: summary([row for row in rows if row.part == part]) for part in dict.fromkeys(r.part for r in rows)}
+    text = json.dumps({"device": device, "seed": seed, "scores": scores, "skipped": skipped}, indent=2)
+    (out / "scores.json").write_text(text + "\n", encoding="utf-8")
+    for line in table(scores):
+        tell(line)
+    return scores
+
+
+def wanted(sizes: Sizes, librispeech: Path | None, seed: int) -> tuple[list[Asked], dict[str, str]]:
+    """The requests of all parts, and the reason for each part that can't be asked here."""
+    skipped: dict[str, str] = {}
+    told = sentences(seed, sizes.sentences, held_out=True)
+    asked = list(_transcribed("a2t_sentences", told, MAIN_VOICE))
+    if librispeech is None:
+        skipped["a2t_librispeech"] = "no folder of reference texts was named"
+    else:
+        trained = references(librispeech / TRAINED_REFERENCES)
+        chosen = unheard_texts(references(librispeech / UNHEARD_REFERENCES), trained, seed, sizes.unheard)
+        asked += _transcribed("a2t_librispeech", [sentence_case(text) for text in chosen], MAIN_VOICE)
+    if (reason := voices.missing(HELD_OUT_VOICE)) is not None:
+        skipped["a2t_unseen_voice"] = reason
+    else:
+        asked += _transcribed("a2t_unseen_voice", told, HELD_OUT_VOICE)
+    asked += [Asked("t2t_questions", tasks.ask(one)) for one in tasks.held_out_questions(seed, sizes.questions)]
+    asked += [Asked("t2s_sentences", tasks.repeat(text), aloud=True) for text in told]
+    return [*asked, *_questions_aloud(sizes.aloud, seed)], skipped
+
+
+def _transcribed(part: str, texts: Sequence[str], voice: str) -> Iterator[Asked]:
+    for text, wave in zip(texts, _said(texts, voice), strict=True):
+        yield Asked(part, tasks.transcribe(text), wave)
+
+
+def _questions_aloud(count: int, seed: int) -> Iterator[Asked]:
+    # Some can't be said, so more are made than are taken.
+    made = [one for one in tasks.held_out_questions(seed + 1, 3 * count + 12) if one.sayable]
+    chosen = Random(f"questions aloud {seed}").sample(made, count)
+    for question, wave in zip(chosen, _said([one.text for one in chosen], MAIN_VOICE), strict=True):
+        yield Asked("a2s_questions", tasks.ask_aloud(question), wave, aloud=True)
+
+
+def _said(texts: Sequence[str], voice: str) -> list[Floats]:
+    """`texts` spoken plainly, each float32 [n] at 24 kHz."""
+    return voices.speak([Line(text, voice, 0) for text in texts])
+
+
+class Served:
+    """A model folder in an engine of this process."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        settings = EngineSettings(device=device, dtype="float32" if device == "cpu" else "bfloat16")
+        options = kernel_options(settings)
+        model = load_model(folder, device=device, dtype=options.dtype, options=options)
+        self.engine = Engine(model, settings)
+        self.processor = Processor.load(folder, model.config, self.engine.max_model_len)
+
+    def answers(self, asked: Sequence[Asked], natural_seconds: Sequence[float]) -> list[Answer]:
+        """Ask everything at once and return the answers in order; RuntimeError when the engine fails a request.
+
+        `natural_seconds`, one for each request, bound its speech.
+        """
+        tokens: list[list[int]] = [[] for _ in asked]
+        answers = [Answer() for _ in asked]
+        for place, (one, seconds) in enumerate(zip(asked, natural_seconds, strict=True)):
+            self.engine.add(self._request(str(place), one, seconds))
+        while self.engine.has_work:
+            for event in self.engine.step():
+                place = int(event.request_id)
+                tokens[place] += event.token_ids
+                _take(answers[place], event)
+        for answer, ids in zip(answers, tokens, strict=True):
+            answer.text = b"".join(map(self.processor.token_bytes.of, ids)).decode("utf-8", "replace")
+        return answers
+
+    def _request(self, name: str, one: Asked, seconds: float) -> Request:
+        frames = math.ceil(MOST_LENGTHS * seconds * FRAMES_PER_SECOND)
+        speech = Speech(voice=VOICE, max_frames=frames, sampling=Sampling()) if one.aloud else None
+        draft = Request(id=name, prompt_ids=[], max_tokens=MOST_TOKENS, speech=speech)
+        audio = [] if one.heard is None else [_wav(one.heard)]
+        return self.processor.complete(draft, Inputs(messages=one.example.messages, audio=audio))
+
+
+def _take(answer: Answer, event: Event) -> None:
+    if event.error is not None:
+        raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+    answer.pcm += event.pcm
+    answer.ended |= event.finish_reason == STOP
+    answer.speech_ended |= event.audio_finish_reason == STOP
+
+
+def _wav(samples: Floats) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, SAMPLE_RATE, format="WAV", subtype="PCM_16")
+    return buffer.getvalue()
+
+
+def _row(out: Path, place: int, one: Asked, answer: Answer, natural_seconds: float) -> Row:
+    reference = one.example.answer
+    if not one.aloud:
+        return Row(one.part, reference, answer.text, answer.ended)
+    name = f"wav/{one.part}-{place:04d}.wav"
+    (out / name).parent.mkdir(exist_ok=True)
+    soundfile.write(out / name, np.frombuffer(bytes(answer.pcm), "<i2"), SAMPLE_RATE, subtype="PCM_16")
+    seconds = round(answer.seconds, 3), round(natural_seconds, 3)
+    return Row(one.part, reference, answer.text, answer.ended, answer.speech_ended, *seconds, name)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """Count, word error rate, exact answers and those that ended of `rows`, at least one, all but the count in per cent.
+
+    Where they were spoken also how many ended and how many are over twice as long as is natural.
+    """
+    pairs = [(" ".join(words(row.reference)), " ".join(words(row.text))) for row in rows]
+    found: dict[str, float] = {
+        "count": len(rows),
+        "wer": 100 * float(jiwer.wer([reference for reference, _ in pairs], [text for _, text in pairs])),
+        "exact": _share([row.text == row.reference for row in rows]),
+        "ended": _share([row.ended for row in rows]),
+    }
+    spoken = [row for row in rows if row.speech_ended is not None]
+    if spoken:
+        found["speech_ended"] = _share([bool(row.speech_ended) for row in spoken])
+        found["too_long"] = _share([(row.seconds or 0) > TOO_LONG * (row.natural_seconds or 0) for row in spoken])
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def _share(held: Sequence[bool]) -> float:
+    return 100 * sum(held) / len(held)
+
+
+def table(scores: dict[str, dict[str, float]]) -> list[str]:
+    """The lines of a table with a row for each part; a dash stands where a part has no such value."""
+    columns = ("count", "wer", "exact", "ended", "speech_ended", "too_long")
+    lines = [f"{'part':17}" + "".join(f"{column:>14}" for column in columns)]
+    for part, values in scores.items():
+        cells = (f"{values[column]:g}" if column in values else "-" for column in columns)
+        lines.append(f"{part:17}" + "".join(f"{cell:>14}" for cell in cells))
+    return lines

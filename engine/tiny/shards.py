@@ -1,0 +1,81 @@
+"""Shards of training data: an array, and beside it a list that says what lies where in it. Processes make them; no torch.
+
+A folder holds `NAME.npy` and `NAME.jsonl` for each shard and, once all are made, `manifest.jsonl`, all lists in order. The list
+is written last, so a shard that has one is whole, and work that was broken off goes on with the shards that have none.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MANIFEST = "manifest.jsonl"
+# The most that a machine lent for training hands back in one file.
+MOST_BYTES = 16_000_000
+
+Entry = TypeVar("Entry")
+Number = TypeVar("Number", bound=np.generic)
+
+
+def list_of(folder: Path, name: str) -> Path:
+    """The list of the shard `name`."""
+    return folder / f"{name}.jsonl"
+
+
+def save(folder: Path, name: str, parts: Sequence[NDArray[Number]]) -> list[int]:
+    """Write `parts`, each [n, ...], as one array and return where each starts; ValueError when it is too big for a shard."""
+    joined = np.concatenate(parts)
+    if joined.nbytes > MOST_BYTES:
+        raise ValueError(f"shard {name} has {joined.nbytes} bytes; {MOST_BYTES} is the most")
+    unfinished = folder / f"{name}.part.npy"
+    np.save(unfinished, joined)
+    os.replace(unfinished, folder / f"{name}.npy")
+    return [0, *np.cumsum([len(part) for part in parts[:-1]]).tolist()]
+
+
+def write_list(path: Path, entries: Sequence[object]) -> None:
+    """Write a whole list or none."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+    os.replace(unfinished, path)
+
+
+def read_list(path: Path, kind: type[Entry]) -> list[Entry]:
+    """The entries of a list of a shard, or of the manifest."""
+    return [msgspec.json.decode(row, type=kind) for row in path.read_bytes().splitlines()]
+
+
+def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
+    """`length` rows [length, ...] of a shard from row `start` on; nothing else of the file is read."""
+    return np.asarray(np.load(folder / shard, mmap_mode="r")[start : start + length])
+
+
+def make(
+    folder: Path,
+    job: Callable[..., None],
+    shards: Mapping[str, tuple[object, ...]],
+    workers: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Call `job(folder, name, *arguments)` in a pool of processes for each of `shards` that has no list yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = {name: arguments for name, arguments in shards.items() if not list_of(folder, name).exists()}
+    tell(f"{folder.name}: {len(shards)} shards, {len(waiting)} of them to make")
+    # Spawned, since the caller may hold a CUDA context or threads, which a fork would break.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(job, folder, name, *arguments) for name, arguments in waiting.items()]
+        try:
+            for done, finished in enumerate(as_completed(jobs), 1):
+                finished.result()
+                tell(f"{folder.name}: {done} of {len(jobs)} made")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -1,0 +1,526 @@
+"""The training of the small model from nothing, as stages that resume. Everything a stage makes lies in a folder of its name.
+
+    texts    what is said, read and answered, and the tokenizer
+    spoken   a corpus in the main voice at its own pace, for speaking
+    codec    the codec, trained on `spoken`
+    codes    the codes of `spoken`, which the Talker learns
+    heard    a corpus in all voices and paces, for listening
+    mels     log-mel frames of `heard`, clean and in rooms with noise
+    thinker  Thinker and audio encoder
+    talker   Talker and code predictor, over the Thinker's text embeddings
+    export   the model folder, in export/omni-tiny
+    score    what the engine makes of that folder
+
+A file `done` in a folder says that its stage is over; such a stage is skipped, and one without it goes on where it stands. So
+stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly made anew, the others are
+small. No file is larger than 16 MB.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from engine.model.chat import ChatTemplate, load_tokenizer
+from engine.model.config import Code2WavConfig, OmniConfig, TalkerConfig
+from engine.model.positions import audio_tokens
+from engine.model.tiny import tokenizer_config, write_texts
+from engine.tiny import codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices
+from engine.tiny.batches import Conversation, Mixture
+from engine.tiny.codec import Codec
+from engine.tiny.export import write_trained
+from engine.tiny.score import TRAINED_REFERENCES, VOICE, Sizes
+from engine.tiny.shapes import config
+from engine.tiny.talker import Talker, Utterance, Utterances
+from engine.tiny.talker import train as train_talker
+from engine.tiny.tasks import Example, Line
+from engine.tiny.text import corpus, references, sentences, words
+from engine.tiny.thinker import Thinker
+from engine.tiny.thinker import train as train_thinker
+from engine.tiny.voices import MAIN_VOICE
+
+DONE = "done"
+HEARD, SPOKEN = "heard", "spoken"
+MODEL = "omni-tiny"
+# Shares of a batch of the Thinker, by cost.
+LISTENING_SHARE, READING_SHARE = 0.75, 0.25
+# Clips that the codec is judged by and never trained on: one in so many.
+JUDGED_EVERY = 50
+# Without LibriSpeech's texts so many sentences of the grammar stand in for them.
+STAND_INS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is made and how long each part is trained.
+
+    `heard_hours` of speech in `copies` copies each are for listening, `spoken_hours` for speaking, and `read` examples have no
+    audio. A batch of the Thinker costs `thinker_cost` (`batches.cost`), one of the Talker holds `talker_frames` frames. Minutes
+    are those of the whole training of a part, whatever the number of sittings. `librispeech` is a folder of LibriSpeech's
+    reference texts, `dev-clean.trans.txt` to train on and `test-clean.trans.txt` for the score; without it the grammar's
+    sentences stand in, and the score has no such part.
+    """
+
+    heard_hours: float
+    spoken_hours: float
+    copies: int
+    read: int
+    codec_minutes: float
+    thinker_minutes: float
+    talker_minutes: float
+    thinker_cost: int
+    talker_frames: int
+    codec: codec_train.Settings
+    sizes: Sizes
+    workers: int
+    device: str
+    librispeech: Path | None = None
+    seed: int = 0
+
+    @classmethod
+    def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
+        """For one H200 with 16 cores, an hour in all: 50 minutes of training, the rest for data, starts and the score."""
+        return cls(
+            heard_hours=30.0,
+            spoken_hours=10.0,
+            copies=2,
+            read=100_000,
+            codec_minutes=14.0,
+            thinker_minutes=22.0,
+            talker_minutes=14.0,
+            thinker_cost=48_000,
+            talker_frames=8_000,
+            codec=codec_train.Settings(seed=seed),
+            sizes=Sizes(),
+            workers=16,
+            device="cuda",
+            librispeech=librispeech,
+            seed=seed,
+        )
+
+    @classmethod
+    def small(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
+        """For a laptop: every stage in a minute altogether. What comes out has learned next to nothing."""
+        return cls(
+            heard_hours=0.01,
+            spoken_hours=0.01,
+            copies=2,
+            read=100,
+            codec_minutes=0.04,
+            thinker_minutes=0.04,
+            talker_minutes=0.04,
+            thinker_cost=800,
+            talker_frames=100,
+            codec=codec_train.Settings(batch=1, frames=8, width=16, seed=seed),
+            sizes=Sizes(sentences=1, unheard=1, questions=2, aloud=1),
+            workers=1,
+            device="cpu",
+            librispeech=librispeech,
+            seed=seed,
+        )
+
+
+class OutOfTime(Exception):
+    """The sitting is over before the stage is. What was made stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """A stretch of work that ends at `end` on the `clock`, in seconds; `listener` hears of progress."""
+
+    listener: Callable[[str], None]
+    end: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def minutes(self) -> float:
+        """What is left; OutOfTime when nothing is."""
+        left = (self.end - self.clock()) / 60
+        if left <= 0:
+            raise OutOfTime
+        return left
+
+    def tell(self, line: str) -> None:
+        """Tell of progress; OutOfTime when nothing is left, which ends what works in small parts and tells of each."""
+        self.listener(line)
+        if self.clock() >= self.end:
+            raise OutOfTime
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Codes of a clip: `frames` rows of the file `shard` from row `start` on, a row with a code of each codebook."""
+
+    shard: str
+    start: int
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """Tokenizer and template of the stage `texts`, which make ids as the server makes them."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    config: OmniConfig = field(default_factory=lambda: OmniConfig.parse(config()))
+
+    @classmethod
+    def load(cls, out: Path) -> Language:
+        """Read what the stage `texts` wrote."""
+        return cls(load_tokenizer(out / "texts"), ChatTemplate.load(out / "texts"))
+
+    def encode(self, example: Example, clip_tokens: Sequence[int] = ()) -> tasks.Encoded:
+        """Ids of `example`, whose clips take `clip_tokens` rows."""
+        return tasks.encode(example, self.tokenizer, self.template, self.config.ids, clip_tokens)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of `text` alone, without special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def make_texts(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Write the tokenizer, the references and the lines of both corpora."""
+    folder, known = out / "texts", _references(plan)
+    content = tokenizer.train(tokenizer.training_texts(plan.seed, known))
+    write_texts(folder, {"tokenizer.json": content, "tokenizer_config.json": tokenizer_config()})
+    heard = speech.enough(
+        lambda seed, count: [line.text for line in tasks.lines(seed, count, known)], plan.heard_hours, plan.seed
+    )
+    said = speech.enough(
+        lambda seed, count: [example.answer for example in spoken(seed, count, known)], plan.spoken_hours, plan.seed
+    )
+    shards.write_list(folder / "references.jsonl", known)
+    shards.write_list(folder / f"{HEARD}.jsonl", tasks.lines(plan.seed, len(heard), known))
+    shards.write_list(folder / f"{SPOKEN}.jsonl", spoken(plan.seed, len(said), known))
+    sitting.listener(f"texts: {len(heard)} lines to hear, {len(said)} to speak")
+
+
+def _references(plan: Plan) -> list[str]:
+    if plan.librispeech is not None:
+        return references(plan.librispeech / TRAINED_REFERENCES)
+    return [" ".join(words(text)).upper() for text in sentences(plan.seed, STAND_INS)]
+
+
+def spoken(seed: int, count: int, known: Sequence[str]) -> list[Example]:
+    """Make `count` examples whose answers are to be spoken: half answer questions, the others say a text again.
+
+    Some of either kind ask by a clip. `known` are reference texts; a smaller count gives the first of them.
+    """
+    rng = Random(f"spoken {seed}")
+    # Other texts than those that are heard.
+    asked, said = iter(tasks.questions(seed + 1, count)), iter(corpus(seed + 1, count, known))
+    made: list[Example] = []
+    for _ in range(count):
+        by_clip = rng.random() < 0.4
+        if rng.random() < 0.5:
+            question = next(asked)
+            aloud = by_clip and question.sayable
+            made.append(tasks.ask_aloud(question, rng.choice(tasks.ANSWER_ALOUD)) if aloud else tasks.ask(question))
+        else:
+            text = next(said)
+            made.append(
+                tasks.transcribe(text, rng.choice(tasks.TRANSCRIBE))
+                if by_clip
+                else tasks.repeat(text, rng.choice(tasks.REPEAT))
+            )
+    return made
+
+
+def make_spoken(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Speak what the Talker learns to say; ValueError when the main voice can't speak here."""
+    _usable()
+    # One seed for all: the same words then sound the same, and there is less to learn.
+    said = [voices.Line(one.answer, MAIN_VOICE, plan.seed) for one in _to_speak(out)]
+    speech.record(said, out / SPOKEN, plan.workers, sitting.tell)
+
+
+def make_heard(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Speak what the Thinker listens to; ValueError when the main voice can't speak here."""
+    usable, reasons = _usable()
+    for voice, reason in reasons.items():
+        sitting.listener(f"{HEARD}: without {voice}: {reason}")
+    texts = [line.text for line in _to_hear(out)]
+    speech.record(speech.plan(texts, usable, plan.seed), out / HEARD, plan.workers, sitting.tell)
+
+
+def _usable() -> tuple[list[str], dict[str, str]]:
+    usable, reasons = voices.usable()
+    if MAIN_VOICE in reasons:
+        raise ValueError(f"training needs the voice {MAIN_VOICE}: {reasons[MAIN_VOICE]}")
+    return usable, reasons
+
+
+def _to_hear(out: Path) -> list[Line]:
+    return shards.read_list(out / "texts" / f"{HEARD}.jsonl", Line)
+
+
+def _to_speak(out: Path) -> list[Example]:
+    return shards.read_list(out / "texts" / f"{SPOKEN}.jsonl", Example)
+
+
+def train_codec(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Train the codec on what the main voice says."""
+    waves = codec_train.utterances(out / SPOKEN)
+    codec_train.train(
+        [wave for place, wave in enumerate(waves) if place % JUDGED_EVERY],
+        out / "codec",
+        plan.codec_minutes,
+        plan.device,
+        config=_code2wav(),
+        settings=plan.codec,
+        held_out=waves[::JUDGED_EVERY],
+        sitting=sitting.minutes,
+    )
+    trainer = codec_train.Trainer(Codec(_code2wav(), plan.codec.width), plan.codec, torch.device("cpu"))
+    trainer.resume(out / "codec")
+    if trainer.progress.seconds < 60 * plan.codec_minutes:
+        raise OutOfTime
+
+
+def _codec(out: Path, plan: Plan) -> Codec:
+    return codec_train.load(out / "codec", _code2wav(), plan.codec.width)
+
+
+def _code2wav() -> Code2WavConfig:
+    found = OmniConfig.parse(config()).code2wav
+    assert found is not None
+    return found
+
+
+def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Encode what the main voice says, a shard of speech at a time."""
+    folder, source = out / "codes", out / SPOKEN
+    folder.mkdir(parents=True, exist_ok=True)
+    codec = _codec(out, plan).to(plan.device)
+    coded: list[Coded] = []
+    for shard, clips in itertools.groupby(speech.manifest(source), key=lambda clip: clip.shard):
+        name = Path(shard).stem
+        if not shards.list_of(folder, name).exists():
+            waves = [torch.from_numpy(speech.read(source, clip)).to(plan.device) for clip in clips]
+            parts = [codec.encode(wave).t().cpu().numpy().astype(np.uint8) for wave in waves]
+            starts = shards.save(folder, name, parts)
+            made = [Coded(f"{name}.npy", *at) for at in zip(starts, map(len, parts), strict=True)]
+            shards.write_list(shards.list_of(folder, name), made)
+            sitting.tell(f"codes: {name} made")
+        coded += shards.read_list(shards.list_of(folder, name), Coded)
+    shards.write_list(folder / shards.MANIFEST, coded)
+
+
+def make_mels(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Write log-mel frames of everything that is heard."""
+    bins = OmniConfig.parse(config()).audio.mel_bins
+    mels.extract(out / HEARD, out / "mels", bins, plan.copies, plan.seed, plan.workers, sitting.tell)
+
+
+def train_the_thinker(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Train on what is heard and what is read."""
+    language = Language.load(out)
+    known = shards.read_list(out / "texts" / "references.jsonl", str)
+    kinds = [(LISTENING_SHARE, listening(out, plan, language)), (READING_SHARE, reading(plan, known, language))]
+    sitting.tell(f"thinker: {len(kinds[0][1])} to hear, {len(kinds[1][1])} to read")
+    _, over = train_thinker(
+        language.config,
+        Mixture(kinds, plan.thinker_cost, plan.seed),
+        out / "thinker",
+        settings=_thinker_settings(plan),
+        minutes=sitting.minutes,
+        device=torch.device(plan.device),
+    )
+    if not over:
+        raise OutOfTime
+
+
+def listening(out: Path, plan: Plan, language: Language) -> list[Conversation]:
+    """A conversation about every copy of every clip, its mel [bins, T] float16 on the plan's device."""
+    lines = {line.text: line for line in _to_hear(out)}
+    rng = Random(f"listening {plan.seed}")
+    made: list[Conversation] = []
+    for shard, clips in itertools.groupby(mels.manifest(out / "mels"), key=lambda clip: clip.shard):
+        # A shard goes to the device whole, and the clips are views of it.
+        frames = torch.from_numpy(np.load(out / "mels" / shard)).to(plan.device)
+        for clip in clips:
+            example = tasks.listening(lines[clip.line.text], rng)
+            encoded = language.encode(example, [audio_tokens(clip.frames)])
+            mel = frames[clip.start : clip.start + clip.frames].t()
+            made.append(Conversation(encoded.ids, encoded.prompt, mel, language.ids(clip.line.text)))
+    return made
+
+
+def reading(plan: Plan, known: Sequence[str], language: Language) -> list[Conversation]:
+    """The conversations without audio (no tensors in them)."""
+    encoded = map(language.encode, tasks.reading(plan.seed, plan.read, known))
+    return [Conversation(one.ids, one.prompt) for one in encoded]
+
+
+def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Train on the codes of what is spoken."""
+    language = Language.load(out)
+    utterances = Utterances(list(spoken_utterances(out, language)), plan.talker_frames, plan.seed)
+    _, over = train_talker(
+        language.config,
+        _text_embedding(out, plan),
+        utterances,
+        out / "talker",
+        voice=VOICE,
+        settings=_talker_settings(plan),
+        minutes=sitting.minutes,
+        device=torch.device(plan.device),
+    )
+    if not over:
+        raise OutOfTime
+
+
+def spoken_utterances(out: Path, language: Language) -> Iterator[Utterance]:
+    """Every example that is spoken, with its codes [G, F] int64; clips in prompts are as long as their text would take."""
+    coded = shards.read_list(out / "codes" / shards.MANIFEST, Coded)
+    for example, one in zip(_to_speak(out), coded, strict=True):
+        seconds = [len(text) * speech.SECONDS_PER_CHARACTER for text in example.clips]
+        encoded = language.encode(example, [audio_tokens(round(s * mels.FRAMES_PER_SECOND)) for s in seconds])
+        codes = shards.read(out / "codes", one.shard, one.start, one.frames).T.astype(np.int64)
+        yield Utterance(encoded.ids[: encoded.prompt], encoded.ids[encoded.prompt : -1], codes)
+
+
+def _thinker_settings(plan: Plan) -> optim.Settings:
+    return optim.Settings(minutes=plan.thinker_minutes, seed=plan.seed)
+
+
+def _talker_settings(plan: Plan) -> optim.Settings:
+    return optim.Settings(minutes=plan.talker_minutes, seed=plan.seed)
+
+
+def _averaged(module: nn.Module, settings: optim.Settings, folder: Path) -> nn.Module:
+    return optim.Training(module, settings, folder, torch.device("cpu")).averaged()
+
+
+def _thinker(out: Path, plan: Plan) -> Thinker:
+    model = _averaged(Thinker(OmniConfig.parse(config())), _thinker_settings(plan), out / "thinker")
+    assert isinstance(model, Thinker)
+    return model
+
+
+def _talker(out: Path, plan: Plan) -> Talker:
+    model = Talker(OmniConfig.parse(config()), _text_embedding(out, plan))
+    averaged = _averaged(model, _talker_settings(plan), out / "talker")
+    assert isinstance(averaged, Talker)
+    return averaged
+
+
+def _text_embedding(out: Path, plan: Plan) -> Tensor:
+    """The Thinker's table [V, H] float32, rounded as it is exported."""
+    return _thinker(out, plan).model.embed_tokens.weight.detach().bfloat16().float()
+
+
+def export(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Write the model folder."""
+    part = OmniConfig.parse(config()).talker
+    assert part is not None
+    tensors = {**_thinker(out, plan).tensors(), **_talker(out, plan).tensors(), **_codec(out, plan).decoder.tensors()}
+    spelled = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
+    size = write_trained(out / "export" / MODEL, one_voice(tensors, part), spelled)
+    sitting.listener(f"export: {size} bytes")
+
+
+def one_voice(tensors: dict[str, Tensor], config: TalkerConfig) -> dict[str, Tensor]:
+    """`tensors` with every speaker's row, of the table [V, H], equal to that of the one voice that was trained."""
+    name = "talker.model.codec_embedding.weight"
+    table = tensors[name].clone()
+    for row in config.speakers.values():
+        table[row] = table[config.speakers[VOICE]]
+    return {**tensors, name: table}
+
+
+def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Score the model folder through the engine."""
+    score.score(
+        out / "export" / MODEL,
+        out / "score",
+        sizes=plan.sizes,
+        librispeech=plan.librispeech,
+        device=plan.device,
+        seed=plan.seed,
+        tell=sitting.tell,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage runs, and the stages that it reads from. Running raises OutOfTime when the sitting ends before it."""
+
+    run: Callable[[Path, Plan, Sitting], None]
+    needs: tuple[str, ...] = ()
+
+
+STAGES = {
+    "texts": Stage(make_texts),
+    SPOKEN: Stage(make_spoken, ("texts",)),
+    "codec": Stage(train_codec, (SPOKEN,)),
+    "codes": Stage(make_codes, (SPOKEN, "codec")),
+    HEARD: Stage(make_heard, ("texts",)),
+    "mels": Stage(make_mels, (HEARD,)),
+    "thinker": Stage(train_the_thinker, ("texts", "mels")),
+    "talker": Stage(train_the_talker, ("texts", "codes", "thinker")),
+    "export": Stage(export, ("texts", "codec", "thinker", "talker")),
+    "score": Stage(rate, ("export",)),
+}
+
+
+def done(out: Path, name: str) -> bool:
+    """Whether the stage `name` is over in `out`."""
+    return (out / name / DONE).exists()
+
+
+def run(
+    out: Path,
+    plan: Plan,
+    only: Sequence[str] = (),
+    minutes: float | None = None,
+    tell: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Run the stages that `only` names (all without it) in order, for up to `minutes`; True when all of them are over.
+
+    Training stops within a step of the end and then saves, data within a shard, texts, export and score not at all: leave a
+    minute to spare. `out`/log.jsonl gets a line for each stage that ran. ValueError for a stage that is not known or needs
+    another one first.
+    """
+    if strangers := sorted(set(only) - STAGES.keys()):
+        raise ValueError(f"there is no stage {', '.join(strangers)}; there are {', '.join(STAGES)}")
+    sitting = Sitting(tell, math.inf if minutes is None else clock() + 60 * minutes, clock)
+    for name, stage in STAGES.items():
+        if (only and name not in only) or done(out, name):
+            continue
+        if missing := [need for need in stage.needs if not done(out, need)]:
+            raise ValueError(f"stage {name} needs {', '.join(missing)}, which {out} has not; run that first")
+        if not _ran(name, stage, out, plan, sitting):
+            return False
+    return True
+
+
+def _ran(name: str, stage: Stage, out: Path, plan: Plan, sitting: Sitting) -> bool:
+    """Run a stage and note it; False when the sitting ended first."""
+    folder, began = out / name, sitting.clock()
+    try:
+        sitting.tell(f"{name}: begins")
+        stage.run(out, plan, sitting)
+    except OutOfTime:
+        over = False
+    else:
+        over = True
+        (folder / DONE).touch()
+    line = {"stage": name, "seconds": round(sitting.clock() - began, 1), DONE: over}
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+        log.write(json.dumps(line) + "\n")
+    sitting.listener(f"{name}: {'over' if over else 'goes on in the next sitting'}")
+    return over

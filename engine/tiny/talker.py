@@ -1,0 +1,332 @@
+"""The Talker and its code predictor for training: teacher-forced loss on the frames that speak a text, and export.
+
+An answer is spoken from its token ids alone. What the Talker is given of an audio prompt are states of the Thinker, through
+`hidden_projection`. Here that projection gives one learned row whatever the state: the Talker can be trained without the
+Thinker, and an answer sounds the same to a spoken question as to a written one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from engine.model.config import OmniConfig, PredictorConfig, TalkerConfig
+from engine.model.talker import HEADER, OPENING, speaker_id, spoken_positions
+from engine.tiny.batches import Alike
+from engine.tiny.optim import Moment, Settings, Training
+from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, ctc, initialise, rope_tables, tensors
+
+NONE = -1  # no code here
+IGNORED = -100  # no target here
+HOST = ("counts", "said")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Utterance:
+    """A prompt, ids that end with an open assistant turn; the `text` that answers it, ids without the end of the turn; and the
+    `codes` [G, F] of the frames that speak it.
+    """
+
+    prompt: Sequence[int]
+    text: Sequence[int]
+    codes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeechBatch:
+    """B utterances padded on the right to L rows.
+
+    A row's input is a text row and the sum of its codes: `text` [B, L] are ids of the Thinker, `media` [B, L] says where the
+    row of a medium stands instead, `codes` [B, L, G] holds a frame, a special id in group 0, or NONE. `first` [B, L] is the
+    code of group 0 to predict from a row, or IGNORED. The flat rows `spoken` [n] predict whole frames, `frames` [n, G];
+    `speech` [B, F] are the same rows, an utterance a line, padded with 0. `answers` [B, S] are the texts, padded with 0.
+    Integers are int64. `counts` and `said` [B], the lengths of speech and of answers, stay on the host.
+    """
+
+    text: Tensor
+    media: Tensor
+    codes: Tensor
+    first: Tensor
+    spoken: Tensor
+    frames: Tensor
+    lengths: Tensor
+    speech: Tensor
+    answers: Tensor
+    counts: Tensor
+    said: Tensor
+
+    def to(self, device: torch.device) -> SpeechBatch:
+        """The same batch on `device` but for what stays on the host; every tensor keeps its shape."""
+        names = [part.name for part in fields(self) if part.name not in HOST]
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+    @property
+    def valid(self) -> Tensor:
+        """Which rows are no padding, [B, L] bool."""
+        return torch.arange(self.text.shape[1], device=self.text.device) < self.lengths[:, None]
+
+
+def collate(utterances: Sequence[Utterance], config: OmniConfig, voice: str) -> SpeechBatch:
+    """Lay `utterances` out as the engine's Talker sees them, spoken by `voice`.
+
+    Arrays in as `Utterance` has them. RequestError for a prompt that can't be spoken to or an unknown voice, ValueError for a
+    text or frames that are empty.
+    """
+    rows = [_laid_out(one, config, voice) for one in utterances]
+    assert config.talker is not None
+    groups, length = config.talker.groups, max(len(text) for text, _, _ in rows)
+    text = np.zeros((len(rows), length), dtype=np.int64)
+    codes = np.full((len(rows), length, groups), NONE, dtype=np.int64)
+    first = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    for index, (ids, given, wanted) in enumerate(rows):
+        text[index, : len(ids)], codes[index, : len(ids)] = ids, given
+        first[index, len(ids) - len(wanted) : len(ids)] = wanted
+    asked = np.flatnonzero(((first != IGNORED) & (first != config.talker.codec.eos)).ravel())
+    counts = [one.codes.shape[1] for one in utterances]
+    return SpeechBatch(
+        text=torch.from_numpy(text),
+        media=torch.from_numpy(np.isin(text, [config.ids.audio, config.ids.image, config.ids.video])),
+        codes=torch.from_numpy(codes),
+        first=torch.from_numpy(first),
+        spoken=torch.from_numpy(asked),
+        frames=torch.from_numpy(np.concatenate([one.codes.T for one in utterances]).astype(np.int64)),
+        lengths=torch.tensor([len(ids) for ids, _, _ in rows]),
+        speech=_padded(np.split(asked, np.cumsum(counts)[:-1])),
+        answers=_padded([np.array(one.text) for one in utterances]),
+        counts=torch.tensor(counts),
+        said=torch.tensor([len(one.text) for one in utterances]),
+    )
+
+
+def _padded(lines: Sequence[NDArray[np.int64]]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(line) for line in lines], batch_first=True)
+
+
+def _laid_out(one: Utterance, config: OmniConfig, voice: str) -> tuple[list[int], NDArray[np.int64], list[int]]:
+    """Text ids [L], input codes [L, G], and the codes of group 0 that the last F + 1 rows predict, the end among them."""
+    talker, ids = config.talker, config.ids
+    assert talker is not None
+    groups, frames = one.codes.shape
+    if not one.text or not frames or groups != talker.groups:
+        raise ValueError(
+            f"an utterance needs text and frames of {talker.groups} codes, has {len(one.text)} ids and {one.codes.shape}"
+        )
+    user = [one.prompt[position] for position in spoken_positions(one.prompt, ids)]
+    said = [*one.text, ids.tts_eos, *[ids.tts_pad] * frames][: frames + 1]
+    text = [*user, *one.prompt[-HEADER:], *[ids.tts_pad] * 4, ids.tts_bos, *said]
+    codec = talker.codec
+    special = [
+        codec.nothink,
+        codec.think_bos,
+        codec.think_eos,
+        speaker_id(talker.speakers, voice),
+        codec.pad,
+        codec.bos,
+    ]
+    codes = np.full((len(text), groups), NONE, dtype=np.int64)
+    start = len(user) + OPENING
+    codes[start - len(special) : start, 0] = special
+    codes[start:] = one.codes.T
+    return text, codes, [*one.codes[0].tolist(), codec.eos]
+
+
+class _Projection(nn.Module):
+    """Two linear layers with a SiLU between them, from the Thinker's width to the Talker's."""
+
+    def __init__(self, config: TalkerConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.thinker_hidden, config.proj_inter)
+        self.linear_fc2 = nn.Linear(config.proj_inter, config.stack.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project `x` [..., Hthinker]; returns [..., H]."""
+        out: Tensor = self.linear_fc2(F.silu(self.linear_fc1(x)))
+        return out
+
+
+class _Codec(Stack):
+    """The Talker's stack with its table of codes and special ids."""
+
+    def __init__(self, config: TalkerConfig) -> None:
+        super().__init__(config.stack)
+        self.codec_embedding = nn.Embedding(config.stack.vocab, config.stack.hidden)
+
+
+class _Dense(nn.Module):
+    """The predictor's layers, its tables of codes [G-1, V, H], and the norm at the end."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        self.codec_embedding = nn.Parameter(torch.empty(config.groups - 1, config.vocab, config.hidden))
+        self.layers = nn.ModuleList(DenseLayer(config) for _ in range(config.layers))
+        self.norm = RmsNorm(config.hidden, config.eps)
+
+
+class CodePredictor(nn.Module):
+    """Groups 1…G-1 of a frame from the Talker's row and the groups before."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Dense(config)
+        self.lm_head = nn.Parameter(torch.empty(config.groups - 1, config.vocab, config.hidden))
+
+    def forward(self, y: Tensor, first: Tensor, frames: Tensor) -> Tensor:
+        """Logits [n, G-1, V] float32 of groups 1…G-1 of `frames` [n, G].
+
+        `y` [n, H] are the Talker's rows, `first` [n, H] the embeddings of group 0.
+        """
+        tables = self.model.codec_embedding
+        group = torch.arange(len(tables) - 1, device=y.device)
+        x = torch.cat([y[:, None], first[:, None], tables[group, frames[:, 1:-1]]], dim=1)
+        rope = rope_tables(x.shape[1], self.config.rope_theta, self.config.head_dim, x.device)
+        for layer in self.model.layers:
+            x = layer(x, rope)
+        return torch.einsum("ngh,gvh->ngv", self.model.norm(x)[:, 1:], self.lm_head).float()
+
+
+class Talker(nn.Module):
+    """The Talker with its predictor, over the Thinker's table of text embeddings, which stays as it is."""
+
+    text_embedding: Tensor
+    barred: Tensor
+
+    def __init__(self, config: OmniConfig, text_embedding: Tensor, *, seed: int = 0) -> None:
+        """`text_embedding` is the Thinker's [V, Hthinker]."""
+        super().__init__()
+        assert config.talker is not None
+        self.config, self.part = config, config.talker
+        self.model = _Codec(config.talker)
+        self.codec_head = nn.Linear(config.talker.stack.hidden, config.talker.stack.vocab, bias=False)
+        self.text_projection, self.hidden_projection = _Projection(config.talker), _Projection(config.talker)
+        self.code_predictor = CodePredictor(config.talker.predictor)
+        self.ctc_head = nn.Linear(config.talker.stack.hidden, config.thinker.vocab + 1)
+        self.register_buffer("text_embedding", text_embedding.detach().clone().float(), persistent=False)
+        initialise(self, config.talker.stack.layers, seed)
+        # One row for every medium: the bias alone is learned.
+        nn.init.zeros_(self.hidden_projection.linear_fc2.weight)
+        for name, parameter in self.hidden_projection.named_parameters():
+            parameter.requires_grad_(name == "linear_fc2.bias")
+        codes = config.talker.predictor.vocab
+        barred = torch.arange(config.talker.stack.vocab) >= codes
+        barred[config.talker.codec.eos] = False
+        self.register_buffer("barred", barred, persistent=False)
+
+    def embed(self, batch: SpeechBatch) -> Tensor:
+        """Input rows [B, L, H] of `batch`: text or medium, plus the codes' embeddings."""
+        text = self.text_projection(F.embedding(batch.text, self.text_embedding))
+        medium = self.hidden_projection.linear_fc2.bias.to(text.dtype)
+        return torch.where(batch.media[..., None], medium, text) + self._sums(batch.codes)
+
+    def _sums(self, codes: Tensor) -> Tensor:
+        """Summed embeddings [B, L, H] of `codes` [B, L, G], nothing where there is none."""
+        own, others = self.model.codec_embedding.weight, self.code_predictor.model.codec_embedding
+        table = torch.cat([own.new_zeros(1, own.shape[1]), own, others.flatten(0, 1)])
+        starts = torch.arange(codes.shape[2], device=codes.device).sub(1).clamp(min=0) * others.shape[1]
+        starts[1:] += own.shape[0]
+        places = torch.where(codes == NONE, 0, codes + starts + 1)
+        return F.embedding(places, table, padding_idx=0).sum(2)
+
+    def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
+        """Logits of group 0 [B, L, V] and of the others [n, G-1, V'], float32."""
+        return self._scores(self.model(self.embed(batch), batch.valid)[0], batch)
+
+    def _scores(self, y: Tensor, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
+        first = self.codec_head(y).float().masked_fill(self.barred, float("-inf"))
+        rows = y.flatten(0, 1).index_select(0, batch.spoken)
+        return first, self.code_predictor(rows, self.model.codec_embedding(batch.frames[:, 0]), batch.frames)
+
+    def loss(self, batch: SpeechBatch, weighting: Weighting) -> dict[str, Tensor]:
+        """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `ctc`.
+
+        The CTC loss asks each row which token of the text it is about to speak. It makes the Talker keep its place in the
+        text, which arrives faster than it is spoken.
+        """
+        y, uneven = self.model(self.embed(batch), batch.valid)
+        scores, rest_scores = self._scores(y, batch)
+        scores, wanted = scores.flatten(0, 1), batch.first.flatten()
+        first = F.cross_entropy(scores, wanted, ignore_index=IGNORED)
+        rest = F.cross_entropy(rest_scores.flatten(0, 1), batch.frames[:, 1:].flatten())
+        counted = wanted != IGNORED
+        place = ctc(self.ctc_head(y.flatten(0, 1)[batch.speech]), batch.answers, batch.counts, batch.said)
+        return {
+            "loss": first + rest + weighting.balance * uneven + weighting.ctc * place,
+            "first": first,
+            "rest": rest,
+            "first_right": ((scores.argmax(-1) == wanted) & counted).sum() / counted.sum(),
+            "rest_right": (rest_scores.argmax(-1) == batch.frames[:, 1:]).float().mean(),
+            "balance": uneven,
+            "ctc": place,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of Talker and predictor under their released names, in their released shapes."""
+        return tensors(dict(self.named_parameters()), "talker.")
+
+
+def corrupted(batch: SpeechBatch, share: float, codes: int, generator: torch.Generator) -> SpeechBatch:
+    """`batch` with a `share` of the frames' input codes [B, L, G] drawn anew from `codes`; what is to be predicted stays.
+
+    Served, the Talker hears its own mistakes; trained on true frames alone it would not know how to go on from one.
+    """
+    given = batch.codes
+    draw = torch.rand(given.shape, generator=generator, device=given.device) < share
+    other = torch.randint(codes, given.shape, generator=generator, device=given.device)
+    return replace(batch, codes=torch.where(draw & (given >= 0) & (given < codes), other, given))
+
+
+class Utterances:
+    """Draws utterances of like length for a step; what a step draws depends on the seed and the step alone."""
+
+    def __init__(self, utterances: Sequence[Utterance], frames: int, seed: int) -> None:
+        """A batch holds about `frames` frames. ValueError without utterances."""
+        self._alike = Alike(utterances, lambda one: one.codes.shape[1])
+        self._frames, self._seed = frames, seed
+
+    def draw(self, step: int) -> list[Utterance]:
+        """The utterances of `step`, at least one."""
+        return self._alike.draw(self._frames, 1.0, np.random.default_rng((self._seed, step)))
+
+
+def train(
+    config: OmniConfig,
+    text_embedding: Tensor,
+    utterances: Utterances,
+    folder: Path,
+    *,
+    voice: str,
+    settings: Settings,
+    minutes: float,
+    device: torch.device,
+    weighting: Weighting = Weighting(ctc=0.2),  # noqa: B008 - a frozen value
+    corrupt: float = 0.05,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Talker, bool]:
+    """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
+
+    `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the share of input codes that are drawn anew; `clock`
+    counts seconds.
+    """
+    training = Training(Talker(config, text_embedding, seed=settings.seed), settings, folder, device, clock)
+    generator = torch.Generator(device)
+
+    def losses(moment: Moment) -> dict[str, Tensor]:
+        model = training.module
+        assert isinstance(model, Talker)
+        batch = collate(utterances.draw(moment.step), config, voice).to(device)
+        # Seeded by the step, so that a resumed training draws what an unbroken one would.
+        generator.manual_seed((settings.seed << 32) + moment.step)
+        return model.loss(corrupted(batch, corrupt, model.part.predictor.vocab, generator), weighting)
+
+    over = training.run(losses, minutes)
+    averaged = training.averaged()
+    assert isinstance(averaged, Talker)
+    return averaged, over

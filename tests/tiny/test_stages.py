@@ -1,0 +1,201 @@
+"""The whole training with the small plan: what stages leave, what a second run does, and how a broken one goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.model.config import OmniConfig
+from engine.tiny import shards, speech, stages, tasks, voices
+from engine.tiny.batches import collate
+from engine.tiny.codec_train import load as load_codec
+from engine.tiny.score import Asked, Served, Sizes
+from engine.tiny.shards import MOST_BYTES
+from engine.tiny.stages import HEARD, MODEL, SPOKEN, STAGES, Language, Plan, done, run
+from engine.tiny.voices import MAIN_VOICE
+
+PLAN = replace(
+    Plan.small(),
+    heard_hours=0.003,
+    spoken_hours=0.003,
+    read=40,
+    codec_minutes=0.08,
+    thinker_minutes=0.08,
+    talker_minutes=0.01,
+    sizes=Sizes(sentences=1, unheard=1, questions=1, aloud=1),
+)
+MADE = {
+    "texts": ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "references.jsonl", "heard.jsonl"),
+    "spoken": ("00000.npy", "manifest.jsonl"),
+    "codec": ("codec-*.safetensors", "moments-*.safetensors", "log.jsonl"),
+    "codes": ("00000.npy", "manifest.jsonl"),
+    "heard": ("00000.npy", "manifest.jsonl"),
+    "mels": ("00000-0.npy", "00000-1.npy", "manifest.jsonl"),
+    "thinker": ("state-*/meta.json", "state-*/0.safetensors"),
+    "talker": ("state-*/meta.json", "state-*/0.safetensors"),
+    "export": (f"{MODEL}/config.json", f"{MODEL}/model.safetensors"),
+    "score": ("scores.json", "rows.jsonl", "wav/*.wav"),
+}
+
+
+class Broken(Exception):
+    """Something outside broke a stage off."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A folder after all stages; what was told after a break and in a last run; where the Thinker stood at first and last."""
+
+    out: Path
+    resumed: list[str]
+    idle: list[str]
+    thinker: tuple[dict[str, float], dict[str, float]]
+
+
+def breaking(line: str) -> None:
+    if line == "heard: 1 of 1 made":
+        raise Broken
+
+
+def thinker_state(out: Path) -> dict[str, float]:
+    [path] = (out / "thinker").glob("state-*/meta.json")
+    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """One training for all tests below: a short piece of `codec`, a break in `heard`, a short piece of `thinker`, the rest."""
+    if (reason := voices.missing(MAIN_VOICE)) is not None:
+        pytest.skip(reason)
+    out = tmp_path_factory.mktemp("training")
+    assert run(out, PLAN, ["texts", SPOKEN], tell=lambda line: None)
+    short_piece(out, "codec")
+    with pytest.raises(Broken):
+        run(out, PLAN, tell=breaking)
+    resumed: list[str] = []
+    assert run(out, PLAN, [HEARD, "mels"], tell=resumed.append)
+    short_piece(out, "thinker")
+    first = thinker_state(out)
+    assert run(out, PLAN, tell=lambda line: None)
+    idle: list[str] = []
+    assert run(out, PLAN, tell=idle.append)
+    return Trained(out, resumed, idle, (first, thinker_state(out)))
+
+
+def short_piece(out: Path, name: str) -> None:
+    """Give a stage 6 ms: with a clock that stands still it has them whole, however slow the machine is."""
+    assert not run(out, PLAN, [name], minutes=1e-4, tell=lambda line: None, clock=lambda: 0.0)
+    assert not done(out, name)
+
+
+@pytest.fixture(scope="module")
+def language(trained: Trained) -> Language:
+    return Language.load(trained.out)
+
+
+def test_every_stage_leaves_its_files_and_none_is_too_large(trained: Trained):
+    assert list(MADE) == list(STAGES)
+    for name, patterns in MADE.items():
+        assert done(trained.out, name)
+        assert [pattern for pattern in patterns if not list((trained.out / name).glob(pattern))] == []
+    assert max(path.stat().st_size for path in trained.out.rglob("*") if path.is_file()) <= MOST_BYTES
+    log = [json.loads(line) for line in (trained.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["stage"] for line in log if line["done"]] == list(STAGES)
+    assert [line["stage"] for line in log if not line["done"]] == ["codec", "thinker"]
+
+
+def test_a_stage_that_was_broken_off_goes_on_where_it_was(trained: Trained):
+    assert "heard: 1 shards, 0 of them to make" in trained.resumed
+    assert not any(line.startswith(("texts", "spoken", "codec")) for line in trained.resumed)
+
+
+def test_training_goes_on_in_the_next_sitting(trained: Trained):
+    first, last = trained.thinker
+    assert 1 <= first["step"] < last["step"]
+    assert first["seconds"] < 60 * PLAN.thinker_minutes <= last["seconds"]
+    log = [json.loads(line) for line in (trained.out / "codec" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert 1 <= log[0]["step"] < log[-1]["step"]
+    assert log[0]["seconds"] < 60 * PLAN.codec_minutes <= log[-1]["seconds"]
+
+
+def test_a_second_run_does_nothing(trained: Trained):
+    assert trained.idle == []
+
+
+def test_no_time_makes_nothing(tmp_path: Path):
+    assert not run(tmp_path, PLAN, minutes=0, tell=lambda line: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_a_stage_waits_for_those_it_reads_from_and_must_be_known(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"export needs texts, codec, thinker, talker"):
+        run(tmp_path, PLAN, ["export"])
+    with pytest.raises(ValueError, match=r"no stage vocoder; there are texts, spoken,"):
+        run(tmp_path, PLAN, ["texts", "vocoder"])
+
+
+def test_without_the_main_voice_nothing_is_spoken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(voices, "usable", lambda: ([], {MAIN_VOICE: "it is not here"}))
+    for name in (SPOKEN, HEARD):
+        with pytest.raises(ValueError, match="training needs the voice hibari: it is not here"):
+            STAGES[name].run(tmp_path, PLAN, stages.Sitting(print))
+
+
+def test_the_engine_serves_the_exported_folder(trained: Trained):
+    served = Served(trained.out / "export" / MODEL, "cpu")
+    [answer] = served.answers([Asked("t2t", tasks.ask(tasks.held_out_questions(0, 1)[0]))], [0.0])
+    assert answer.text
+
+
+def test_every_speaker_is_the_one_voice_that_was_trained(trained: Trained):
+    folder = trained.out / "export" / MODEL
+    speakers = OmniConfig.load(folder).speakers
+    table = load_file(folder / "model.safetensors")["talker.model.codec_embedding.weight"]
+    assert len(speakers) == 3
+    assert all(torch.equal(table[row], table[speakers["ethan"]]) for row in speakers.values())
+
+
+def test_what_is_heard_becomes_conversations_about_its_own_clip(trained: Trained, language: Language):
+    made = stages.listening(trained.out, PLAN, language)
+    lines = shards.read_list(trained.out / "texts" / "heard.jsonl", tasks.Line)
+    assert len(made) == PLAN.copies * len(lines)
+    # Refuses placeholders that don't match the clip.
+    batch = collate(made, language.config.ids.audio)
+    assert batch.mels is not None and batch.mels.shape[1] == language.config.audio.mel_bins
+    answers = {line.text: {line.text, *([line.question.answer] if line.question else [])} for line in lines}
+    for one in made:
+        heard = language.tokenizer.decode(list(one.transcript))
+        assert language.tokenizer.decode(one.ids[one.prompt : -1]) in answers[heard]
+        assert one.ids[-1] == language.config.ids.im_end
+
+
+def test_what_is_spoken_becomes_utterances_with_the_codes_of_their_clips(trained: Trained, language: Language):
+    utterances = list(stages.spoken_utterances(trained.out, language))
+    clips = speech.manifest(trained.out / SPOKEN)
+    assert [language.tokenizer.decode(list(one.text)) for one in utterances] == [clip.line.text for clip in clips]
+    config = language.config.code2wav
+    assert config is not None
+    codec = load_codec(trained.out / "codec", config, PLAN.codec.width)
+    wave = torch.from_numpy(speech.read(trained.out / SPOKEN, clips[0]))
+    assert np.array_equal(utterances[0].codes, codec.encode(wave).numpy())
+
+
+def test_half_of_what_is_spoken_answers_questions_and_some_prompts_are_clips():
+    known = ["THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG"]
+    made = stages.spoken(0, 1000, known)
+    assert made[:50] == stages.spoken(0, 50, known)
+    kinds = [example.kind for example in made]
+    assert kinds.count("repeat") + kinds.count("transcribe") == pytest.approx(500, abs=60)
+    assert sum(bool(example.clips) for example in made) == pytest.approx(350, abs=60)
+
+
+def test_an_h200_is_busy_for_an_hour_at_most():
+    plan = Plan.h200()
+    assert 40 <= plan.codec_minutes + plan.thinker_minutes + plan.talker_minutes <= 52

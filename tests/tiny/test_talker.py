@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from engine.errors import RequestError
+from engine.model.config import OmniConfig
+from engine.model.omni import OmniModel, load_model
+from engine.model.weights import expected_tensors
+from engine.request import Sampling, Speech
+from engine.tiny.optim import Settings
+from engine.tiny.shapes import config as released
+from engine.tiny.stack import Weighting
+from engine.tiny.talker import IGNORED, NONE, Talker, Utterance, Utterances, collate, corrupted, train
+from tests.hf import chat, clip
+from tests.naive import TALKER, Past, speak
+from tests.tiny.exported import Ticks, scatter, write
+
+CPU = torch.device("cpu")
+GROUPS = 16
+
+
+@pytest.fixture(scope="module")
+def config(tiny_checkpoint: Path) -> OmniConfig:
+    return OmniConfig.load(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def talker(config: OmniConfig, tiny_checkpoint: Path) -> Talker:
+    model = Talker(config, load_model(tiny_checkpoint).thinker.embedding)
+    scatter(model)
+    # As it is built: one row for every medium.
+    nn.init.zeros_(model.hidden_projection.linear_fc2.weight)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def served(talker: Talker, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> OmniModel:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    write(folder, tiny_checkpoint, talker.tensors())
+    return load_model(folder)
+
+
+def frames(count: int, seed: int = 0) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, 64, (GROUPS, count))
+
+
+def prompt(config: OmniConfig, *content: int) -> list[int]:
+    return chat(config.ids, ("system", [7, 8]), ("user", content))
+
+
+def test_the_export_is_every_tensor_of_talker_and_predictor_in_its_released_shape():
+    config = OmniConfig.parse(released())
+    wanted = {name: shape for name, shape in expected_tensors(config).items() if name.startswith("talker.")}
+    model = Talker(config, torch.zeros(config.thinker.vocab, config.thinker.hidden))
+    assert {name: tuple(value.shape) for name, value in model.tensors().items()} == wanted
+
+
+def test_rows_are_laid_out_as_the_specification_lists_them(config):
+    ids = config.ids
+    batch = collate([Utterance(prompt(config, 1, 2), [77, 78], frames(4))], config, "Chelsie")
+    user = [ids.im_start, ids.user, 10, 1, 2, ids.im_end, 10]
+    header = [ids.im_start, ids.assistant, 10, *[ids.tts_pad] * 4, ids.tts_bos]
+    assert batch.text[0].tolist() == [*user, *header, 77, 78, ids.tts_eos, ids.tts_pad, ids.tts_pad]
+    special = [171, 172, 173, 317, 164, 165]
+    assert batch.codes[0, :, 0].tolist() == [*[NONE] * 10, *special, *frames(4)[0]]
+    assert (batch.codes[0, :16, 1:] == NONE).all()
+    assert batch.codes[0, 16:].tolist() == frames(4).T.tolist() == batch.frames.tolist()
+    assert batch.first[0].tolist() == [*[IGNORED] * 15, *frames(4)[0], 166]
+    assert batch.spoken.tolist() == [15, 16, 17, 18]
+    assert not batch.media.any()
+
+
+def test_a_text_longer_than_its_frames_is_cut_where_speech_ends(config):
+    batch = collate([Utterance(prompt(config, 1), [77, 78, 79, 80], frames(2))], config, "ethan")
+    assert batch.text[0, -3:].tolist() == [77, 78, 79]
+
+
+def test_utterances_padded_together_count_only_their_own_rows(config):
+    batch = collate(
+        [Utterance(prompt(config, 1), [7], frames(2)), Utterance(prompt(config, 1, 2, 3), [7], frames(5, 1))],
+        config,
+        "ethan",
+    )
+    assert batch.lengths.tolist() == [6 + 9 + 2, 8 + 9 + 5]
+    assert batch.valid.sum(1).tolist() == batch.lengths.tolist()
+    assert (batch.first[0, 17:] == IGNORED).all()
+    assert batch.spoken.tolist() == [14, 15, *range(22 + 16, 22 + 21)]
+    assert batch.first.flatten()[batch.spoken].tolist() == batch.frames[:, 0].tolist()
+    assert batch.speech.tolist() == [[14, 15, 0, 0, 0], [38, 39, 40, 41, 42]]
+    assert (batch.counts.tolist(), batch.said.tolist(), batch.answers.tolist()) == ([2, 5], [1, 1], [[7], [7]])
+
+
+def test_an_utterance_without_text_or_frames_is_an_error(config):
+    for text, codes in (([], frames(2)), ([7], frames(0)), ([7], frames(2)[:15])):
+        with pytest.raises(ValueError, match="needs text and frames of 16 codes"):
+            collate([Utterance(prompt(config, 1), text, codes)], config, "ethan")
+    with pytest.raises(RequestError, match="no voice 'bob'"):
+        collate([Utterance(prompt(config, 1), [7], frames(2))], config, "bob")
+
+
+class Greedy:
+    """Chooses the likeliest code and keeps the scores it saw."""
+
+    def __init__(self) -> None:
+        self.first: list[Tensor] = []
+        self.rest: list[Tensor] = []
+
+    def __call__(self, component: str, logits: Tensor, step: int, group: int, past: Past) -> Tensor:
+        (self.first if component == TALKER else self.rest).append(logits[0].clone())
+        return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["text", "audio"])
+@torch.inference_mode()
+def test_scores_of_given_frames_are_those_of_the_engine_that_made_them(config, talker, served, kind):
+    sound = kind == "audio"
+    asked = prompt(config, *clip(config.ids, 5)) if sound else prompt(config, 301, 302)
+    states = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) if sound else torch.zeros(0, 64)
+    text, greedy = [310, 311, 312], Greedy()
+    speech = Speech(voice="ethan", max_frames=9, ignore_eos=True, sampling=Sampling())
+    made, _ = speak(served, asked, states, [*text, config.ids.im_end], speech, greedy)
+    assert len({tuple(frame) for frame in made}) > 4
+    # A longer utterance beside it, so that there is padding.
+    other = Utterance(prompt(config, *range(300, 330)), text, frames(12))
+    batch = collate([Utterance(asked, text, np.array(made).T), other], config, "ethan")
+    assert bool(batch.media.any()) is sound
+    first, rest = talker(batch)
+    at = batch.spoken[: len(made)]
+    allowed = ~talker.barred
+    allowed[config.talker.codec.eos] = False  # the engine was told to go on
+    got, want = first.flatten(0, 1)[at][:, allowed], torch.stack(greedy.first)[:, allowed]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)
+    assert torch.equal(first.flatten(0, 1)[at].isinf()[0], talker.barred)
+    wanted = torch.stack(greedy.rest).view(len(made), GROUPS - 1, -1)
+    torch.testing.assert_close(rest[: len(made)], wanted, rtol=1e-4, atol=2e-4)
+
+
+def test_every_parameter_is_learned_but_the_projection_of_states(config, talker):
+    batch = collate(
+        [Utterance(prompt(config, *clip(config.ids, 5), 301), [310, 311], frames(6, seed)) for seed in range(3)],
+        config,
+        "ethan",
+    )
+    talker.zero_grad(set_to_none=True)
+    talker.loss(batch, Weighting(ctc=1.0))["loss"].backward()
+    without = {name for name, value in talker.named_parameters() if value.grad is None or not value.grad.any()}
+    talker.zero_grad(set_to_none=True)
+    assert without == {
+        f"hidden_projection.{name}" for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight")
+    }
+
+
+def test_losses_under_autocast_are_those_of_float32_but_for_rounding(config, talker):
+    batch = collate([Utterance(prompt(config, 301), [310, 311], frames(6))], config, "ethan")
+    with torch.no_grad():
+        want = talker.loss(batch, Weighting(ctc=1.0))
+        with torch.autocast("cpu", torch.bfloat16):
+            got = talker.loss(batch, Weighting(ctc=1.0))
+    assert got["loss"].dtype == torch.float32
+    for name in ("loss", "first", "rest", "ctc", "balance"):
+        torch.testing.assert_close(got[name], want[name], rtol=0.05, atol=0.05)
+
+
+def test_corruption_changes_a_share_of_the_codes_that_are_given_and_none_that_are_asked(config):
+    batch = collate([Utterance(prompt(config, 1), [7], frames(200))], config, "ethan")
+    got = corrupted(batch, 0.25, 64, torch.Generator().manual_seed(0))
+    changed = got.codes != batch.codes
+    assert torch.equal(got.frames, batch.frames) and torch.equal(got.first, batch.first)
+    assert not changed[0, :15].any()
+    assert 0.2 < changed[0, 15:].float().mean() < 0.28
+    assert got.codes[0, 15:].min() >= 0 and got.codes[0, 15:].max() < 64
+
+
+def test_utterances_are_drawn_by_the_step_alone_and_neighbours_in_length_together(config):
+    every = [Utterance(prompt(config, 1), [7], frames(count)) for count in range(2, 200)]
+    draw = Utterances(every, 300, seed=4).draw
+    again = Utterances(every, 300, seed=4).draw
+    for step in range(20):
+        drawn = draw(step)
+        assert [id(one) for one in drawn] == [id(one) for one in again(step)]
+        lengths = [one.codes.shape[1] for one in drawn]
+        assert max(lengths) - min(lengths) < 8 * len(lengths)
+    assert len({len(draw(step)) for step in range(20)}) > 3
+    with pytest.raises(ValueError, match="nothing to draw from"):
+        Utterances([], 300, seed=0)
+
+
+def spelt(word: int) -> NDArray[np.int64]:
+    """Three frames of a word, told apart by every group."""
+    return (np.arange(GROUPS)[:, None] * 3 + word * 5 + np.arange(3)) % 64
+
+
+def said(config: OmniConfig, seed: int) -> Utterance:
+    words = np.random.default_rng(seed).integers(0, 12, 2 + seed % 3)
+    codes = np.concatenate([spelt(int(word)) for word in words], axis=1)
+    return Utterance(prompt(config, 301), [300 + int(word) for word in words], codes)
+
+
+def test_a_talker_learns_to_speak_its_texts_and_to_end_and_does_so_when_served(config, tiny_checkpoint, tmp_path):
+    every = [said(config, seed) for seed in range(16)]
+    model, over = train(
+        config,
+        load_model(tiny_checkpoint).thinker.embedding,
+        Utterances(every, 60, seed=0),
+        tmp_path / "training",
+        voice="ethan",
+        settings=Settings(minutes=1.5, peak=8e-3, warmup=10, average=0.95, log_every=10, save_s=600),
+        minutes=1.5,
+        device=CPU,
+        corrupt=0.02,
+        clock=Ticks(),
+    )
+    assert over
+    curve = [json.loads(line) for line in (tmp_path / "training" / "curve.jsonl").read_text().splitlines()]
+    assert curve[0]["first"] > 2 and curve[0]["ctc"] > 2
+    assert curve[-1]["first"] < 0.3 and curve[-1]["rest"] < 0.2 and curve[-1]["ctc"] < 0.5
+    write(tmp_path / "model", tiny_checkpoint, model.tensors())
+    served = load_model(tmp_path / "model")
+    speech = Speech(voice="ethan", max_frames=20, sampling=Sampling())
+    right = 0
+    for one in every:
+        made, reason = speak(served, one.prompt, torch.zeros(0, 64), [*one.text, config.ids.im_end], speech, Greedy())
+        right += (made, reason) == (one.codes.T.tolist(), "stop")
+    assert right >= 12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+def test_a_talker_trains_on_a_gpu(config, tmp_path):
+    train(
+        config,
+        torch.randn(config.thinker.vocab, config.thinker.hidden),
+        Utterances([said(config, seed) for seed in range(16)], 60, seed=0),
+        tmp_path,
+        voice="ethan",
+        settings=Settings(minutes=1, peak=8e-3, warmup=10, log_every=10, save_s=600),
+        minutes=1,
+        device=torch.device("cuda"),
+        clock=Ticks(),
+    )
+    curve = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert len(curve) == 6 and curve[-1]["loss"] < curve[0]["loss"]
