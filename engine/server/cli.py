@@ -79,6 +79,10 @@ def _writable_folder(name: str) -> Path:
     return folder
 
 
+tiny_app = typer.Typer(rich_markup_mode="rich")
+app.add_typer(tiny_app, name="tiny")
+
+
 @app.command(
     epilog="Examples:  [b]omni serve[/b]  ·  [b]omni serve /models/Qwen3-Omni --dtype bfloat16 --port 9000[/b]  ·  "
     "[b]omni serve --disable batching,text_walk[/b]  ·  "
@@ -205,16 +209,55 @@ def serve(
     raise typer.Exit(_serve(folder, config, settings, listener))
 
 
-@app.command(epilog="Example:  [b]omni tiny --out /tmp/tiny && omni serve /tmp/tiny[/b]")
+@tiny_app.callback(
+    invoke_without_command=True, epilog="Example:  [b]omni tiny --out /tmp/tiny && omni serve /tmp/tiny[/b]"
+)
 def tiny(
-    out: Annotated[Path, typer.Option(help="The folder to make; it must not hold anything yet.")],
+    context: typer.Context,
+    out: Annotated[Path | None, typer.Option(help="The folder to make; it must not hold anything yet.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Other seeds give other weights.")] = 0,
 ) -> None:
     """Make the small checkpoint: the released layout in every file, random weights, the same bytes on every machine."""
+    if context.invoked_subcommand is not None:
+        return
+    if out is None:
+        raise SettingError("--out is missing: name the folder to make")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingError(f"--out {out} exists and is not an empty folder; name another")
     _make_tiny(out, seed)
     typer.echo(f"made {out}")
+
+
+@tiny_app.command(
+    epilog="Examples:  [b]omni tiny train --out runs/tiny --plan small[/b]  ·  "
+    "[b]omni tiny train --out runs/tiny --minutes 8[/b] (again, to go on)"
+)
+def train(
+    out: Annotated[Path, typer.Option(help="The folder of all stages; one that holds some goes on with the rest.")],
+    plan: Annotated[
+        str, typer.Option(help="h200: an hour on one GPU; small: a minute on a laptop, learns nothing.")
+    ] = "h200",
+    only: Annotated[str, typer.Option(help="Only these stages, comma-separated.")] = "",
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop after so long, to go on another time.")] = None,
+    librispeech: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with LibriSpeech's reference texts.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of data and training.")] = 0,
+) -> None:
+    """Train the small speaking model: data, codec, Thinker, Talker, export, scores. Exits with 2 when time ran out."""
+    from engine.tiny import stages
+
+    plans = {"h200": stages.Plan.h200, "small": stages.Plan.small}
+    if plan not in plans:
+        raise SettingError(f"--plan must be one of {', '.join(plans)}, is {plan!r}")
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    try:
+        over = stages.run(out, plans[plan](librispeech, seed), names, minutes, typer.echo)
+    except ValueError as error:
+        raise SettingError(f"--only: {error}" if names else str(error)) from None
+    if not over:
+        typer.echo("time ran out; the same command goes on")
+        raise typer.Exit(2)
 
 
 @app.command(epilog="Examples:  [b]omni info[/b]  ·  [b]omni info /models/Qwen3-Omni --device cuda --json[/b]")

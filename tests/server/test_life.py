@@ -333,6 +333,8 @@ def test_a_port_in_use_is_one_line_and_1(server: Server, tiny_checkpoint: Path):
         (("serv",), 64, "serv"),
         (("tiny",), 64, "--out"),
         (("tiny", "--out", "tests"), 64, "not an empty folder"),
+        (("tiny", "train", "--out", "tests", "--plan", "large"), 64, "--plan must be one of h200, small"),
+        (("tiny", "train", "--out", "tests", "--only", "export"), 64, "--only: stage export needs texts"),
         (("info", "/nowhere"), 1, "/nowhere is not a folder"),
     ],
 )
