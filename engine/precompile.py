@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -54,27 +55,32 @@ def prepare(folder: Path, settings: EngineSettings) -> None:
     if mark.is_file() or shares < 2:
         return
     log.info("compiling kernels in %d processes", shares)
-    started = [_start(folder, settings, share, shares) for share in range(shares)]
-    codes = [process.wait() for process in started[1:]]
-    if any(codes):
-        log.warning(
-            "%d of %d processes that compile kernels failed; what is missing is compiled later",
-            sum(map(bool, codes)),
-            shares,
-        )
-        return
+    with TemporaryDirectory(prefix="walkgate-") as place:
+        errors = [Path(place) / f"{share}.log" for share in range(shares)]
+        started = [_start(folder, settings, share, shares, errors[share]) for share in range(shares)]
+        failed = [share for share in range(1, shares) if started[share].wait()]
+        if failed:
+            words = errors[failed[0]].read_text(errors="replace").strip().splitlines() or ["no message"]
+            log.warning(
+                "%d of %d processes that compile kernels failed (%s); what is missing is compiled later",
+                len(failed),
+                shares,
+                words[-1],
+            )
+            return
     cache.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
 
-def _start(folder: Path, settings: EngineSettings, share: int, shares: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, settings: EngineSettings, share: int, shares: int, errors: Path) -> subprocess.Popen[bytes]:
     words = [str(folder), msgspec.json.encode(settings).decode(), str(share), str(shares)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "engine.precompile", *words],
-        env=child_environment(Path(__file__).resolve().parent.parent),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with errors.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "engine.precompile", *words],
+            env=child_environment(Path(__file__).resolve().parent.parent),
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
 
 
 def compile_share(folder: Path, settings: EngineSettings, share: int, shares: int) -> None:

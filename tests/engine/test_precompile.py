@@ -58,9 +58,10 @@ def started(monkeypatch: pytest.MonkeyPatch, code: str) -> list[int]:
     """Have shares run `code` in a process of their own instead; returns the list of those that were started."""
     shares: list[int] = []
 
-    def start(folder: Path, settings: EngineSettings, share: int, of: int) -> subprocess.Popen[bytes]:
+    def start(folder: Path, settings: EngineSettings, share: int, of: int, errors: Path) -> subprocess.Popen[bytes]:
         shares.append(share)
-        return subprocess.Popen([sys.executable, "-c", code])
+        with errors.open("wb") as file:
+            return subprocess.Popen([sys.executable, "-c", code], stderr=file)
 
     monkeypatch.setattr(precompile, "_start", start)
     return shares
@@ -78,8 +79,8 @@ def test_a_cold_start_compiles_once_and_a_warm_one_nothing(cold: Path, monkeypat
 def test_a_share_that_fails_leaves_no_mark_and_stops_nothing(
     cold: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    shares = started(monkeypatch, "raise SystemExit(3)")
+    shares = started(monkeypatch, "raise ValueError('no room')")
     precompile.prepare(cold, SETTINGS)
     precompile.prepare(cold, SETTINGS)
     assert shares == [0, 1, 2] * 2
-    assert "2 of 3 processes that compile kernels failed" in caplog.text
+    assert "2 of 3 processes that compile kernels failed (ValueError: no room)" in caplog.text
