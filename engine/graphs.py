@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -114,7 +114,6 @@ class Graphs:
         buckets: Sequence[int],
         prompt_buckets: Sequence[int],
         pages: int,
-        page_size: int,
         walks: Sequence[str],
         tables_inside: bool,
     ) -> None:
@@ -122,7 +121,7 @@ class Graphs:
         self.prompt_buckets = tuple(sorted(prompt_buckets))
         self._eager = eager
         self._ops = ops
-        self._pages, self._page_size = pages, page_size
+        self._pages, self._page_size = pages, eager.page_size
         self._walks = tuple(walks)
         self._tables_inside = tables_inside
         self._compiled = 0
@@ -190,16 +189,14 @@ class Graphs:
         return Inputs(ids=np.zeros(count, dtype=np.int32), plan=plan, last=plan.last.numpy(), walk=walk)
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket, the largest first, so that memory is taken once; `progress` hears of (done, all)."""
+    def capture(self) -> None:
+        """Capture every bucket, the largest first, so that memory is taken once."""
         sizes = self.buckets[-1:] if self._ops.options.batch_invariant else self.buckets
         wanted = [(walk, count) for walk in self._walks for count in reversed(sizes)]
         wanted += [(PROMPTS, count) for count in reversed(self.prompt_buckets)]
-        for done, (kind, count) in enumerate(wanted, 1):
+        for kind, count in wanted:
             self._captured[kind, count] = self._capture(count, decode=kind != PROMPTS)
             self.own_counters["captures"] += 1
-            if progress is not None:
-                progress(done, len(wanted))
 
     def _capture(self, count: int, *, decode: bool) -> _Captured:
         eager = self._eager
@@ -292,7 +289,6 @@ def graphs_of(eager: Eager, settings: EngineSettings, pages: int, part: slice = 
         buckets=decode_buckets(settings.max_batch)[part] if captures else (),
         prompt_buckets=prompt_buckets(most)[part] if captures and on("prompt_captures") else (),
         pages=pages,
-        page_size=settings.page_size,
         walks=(THINKER_TEXT_DECODE,) if on("shared_captures") else (THINKER_TEXT_DECODE, THINKER_DECODE),
         tables_inside=on("in_graph_tables"),
     )
