@@ -95,7 +95,7 @@ class Eager:
     def run(self, inputs: Inputs) -> Forwarded:
         """Run a step over its n token rows."""
         self.eager_steps += 1
-        plan, ids = self.ops.upload(inputs.plan), self.ops.put(inputs.ids)
+        plan, ids = self.ops.upload(inputs.plan, prompts=inputs.walk is None), self.ops.put(inputs.ids)
         media = self._media(inputs) if inputs.media else None
         x = self.thinker.embed_rows(ids, self.tokens.values, media)
         hidden, accept = self.thinker.forward(x, plan, self.cache.keys, self.cache.values, states=inputs.states)

@@ -110,7 +110,8 @@ class Engine:
             row_span=partial(row_span, chunk_frames=self.chunk_frames),
             batching=self._on("batching"),
             chunked=frozenset({Component.THINKER, Component.TALKER}) if chunked else frozenset(),
-            mixed=self._on("mixed_steps"),
+            # A row beside prompts attends with their kernel, which sums in another order than that of decode steps.
+            mixed=self._on("mixed_steps") and not self.settings.batch_invariant,
         )
 
     def _pools(self) -> Pools:

@@ -2,7 +2,7 @@
 
 Compiling holds the interpreter's lock, so threads would take turns. Each process captures its share of the buckets over a model
 of one layer, whose kernels are those of the whole. A mark in the cache says what was compiled there, so that a warm start
-costs nothing. Started as `python -m engine.precompile FOLDER SETTINGS SHARE SHARES`.
+costs nothing. Started as `python -m engine.precompile FOLDER SETTINGS SHARE SHARES`, or with `flash` for FlashInfer's own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from engine.parent import die_with_parent
 log = logging.getLogger("walkgate.engine")
 
 MOST_PROCESSES = 8
+FLASH = "flash"
 _KERNELS = Path(__file__).parent / "kernels"
 
 
@@ -43,8 +45,9 @@ def mark_name(folder: Path, settings: EngineSettings, about: tuple[str, ...]) ->
 def prepare(folder: Path, settings: EngineSettings) -> None:
     """Compile what an engine with `settings` will run, unless the cache has it; returns when all but FlashInfer is there.
 
-    FlashInfer's compiler takes longer than all of ours, and the engine waits for it where it needs it. A process that fails
-    costs time, not the start: the engine compiles what it does not find.
+    FlashInfer's compiler takes longer than all of ours, and the engine waits for it where it needs it; the process that runs
+    it holds next to no GPU memory, and the others are over before weights are there. A process that fails costs time, not the
+    start: the engine compiles what it does not find.
     """
     import torch
     import triton
@@ -56,9 +59,10 @@ def prepare(folder: Path, settings: EngineSettings) -> None:
         return
     log.info("compiling kernels in %d processes", shares)
     with TemporaryDirectory(prefix="walkgate-") as place:
+        _start(folder, settings, [FLASH], Path(place) / f"{FLASH}.log")
         errors = [Path(place) / f"{share}.log" for share in range(shares)]
-        started = [_start(folder, settings, share, shares, errors[share]) for share in range(shares)]
-        failed = [share for share in range(1, shares) if started[share].wait()]
+        started = [_start(folder, settings, [str(share), str(shares)], errors[share]) for share in range(shares)]
+        failed = [share for share in range(shares) if started[share].wait()]
         if failed:
             words = errors[failed[0]].read_text(errors="replace").strip().splitlines() or ["no message"]
             log.warning(
@@ -72,8 +76,8 @@ def prepare(folder: Path, settings: EngineSettings) -> None:
     mark.touch()
 
 
-def _start(folder: Path, settings: EngineSettings, share: int, shares: int, errors: Path) -> subprocess.Popen[bytes]:
-    words = [str(folder), msgspec.json.encode(settings).decode(), str(share), str(shares)]
+def _start(folder: Path, settings: EngineSettings, what: Sequence[str], errors: Path) -> subprocess.Popen[bytes]:
+    words = [str(folder), msgspec.json.encode(settings).decode(), *what]
     with errors.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "engine.precompile", *words],
@@ -97,6 +101,8 @@ def compile_share(folder: Path, settings: EngineSettings, share: int, shares: in
     from engine.model.thinker import Thinker
     from engine.model.weights import dummy_weights
 
+    # FlashInfer has a process of its own.
+    settings = replace(settings, disabled=settings.disabled | {"flashinfer"})
     whole = OmniConfig.load(folder)
     config = replace(whole, thinker=replace(whole.thinker, layers=1), talker=None, code2wav=None)
     dtype = getattr(torch, settings.dtype)
@@ -115,11 +121,34 @@ def compile_share(folder: Path, settings: EngineSettings, share: int, shares: in
         graphs.warm(settings)
 
 
-def main(folder: str, settings_json: str, share: str, shares: str) -> None:
-    """Compile share number `share` of `shares` (no tensors in)."""
+def compile_flash(folder: Path, settings: EngineSettings) -> None:
+    """Have FlashInfer compile its attention, if the engine will use it: it does so where a step first asks for it."""
+    import numpy as np
+    import torch
+
+    from engine.kernels.flash import FlashPrefill, available
+    from engine.model.config import OmniConfig
+
+    part, device = OmniConfig.load(folder).thinker, torch.device(settings.device)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    unused = "flashinfer" in settings.disabled or settings.batch_invariant
+    if unused or available(device, dtype, part.head_dim) is not None:
+        return
+    flash = FlashPrefill(device)
+    start, length, page = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 1), np.int64)
+    flash.plan(start, length, page, settings.page_size, part.heads, part.kv_heads, part.head_dim, dtype)
+    cache = torch.zeros(1, settings.page_size, part.kv_heads, part.head_dim, dtype=dtype, device=device)
+    flash.run(torch.zeros(1, part.heads, part.head_dim, dtype=dtype, device=device), cache, cache)
+
+
+def main(folder: str, settings_json: str, *what: str) -> None:
+    """Compile share number `what[0]` of `what[1]`, or FlashInfer's attention (no tensors in)."""
     die_with_parent()
     settings = msgspec.json.decode(settings_json, type=EngineSettings)
-    compile_share(Path(folder), settings, int(share), int(shares))
+    if what == (FLASH,):
+        compile_flash(Path(folder), settings)
+    else:
+        compile_share(Path(folder), settings, *map(int, what))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from engine.model.config import OmniConfig
 from engine.model.positions import prompt_positions
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
-from engine.model.walks import text_index
+from engine.model.walks import TALKER_DECODE, text_index
 from engine.phases import Phases
 from engine.request import Clip, Request, Speech, StepLogprobs, StepTrace
 from engine.sampler import TALKER_STREAM, THINKER_STREAM, Sampler, SamplingRows, step_logprobs
@@ -436,7 +436,8 @@ class TalkerRunner:
     def launch(self, step: Step) -> Launched:
         """Run the rows, choose layer-0 codes, let the predictor add the other 15, and stream the frames."""
         live = self._tracks.of(step.rows)
-        plan = self._tracks.ops.upload(self._tracks.plan(step))
+        prompts = any(row.walk != TALKER_DECODE for row in step.rows)
+        plan = self._tracks.ops.upload(self._tracks.plan(step), prompts=prompts)
         x = self._inputs(step, live, self._tracks.slots(step.rows))
         y = self._talker.forward(x, plan, self._cache.keys, self._cache.values)
         making = self._tracks.making(step)

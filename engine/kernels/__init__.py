@@ -145,8 +145,11 @@ class Ops(Protocol):
     def fetch(self, values: Tensor) -> HostCopy:
         """Start to copy `values`, any shape, to the host; the copy holds what the work queued so far makes of them."""
 
-    def upload(self, plan: Plan) -> Plan:
-        """Bring a plan that lies on the host to the device, without waiting."""
+    def upload(self, plan: Plan, *, prompts: bool = False) -> Plan:
+        """Bring a plan that lies on the host to the device, without waiting.
+
+        With `prompts` its rows attend as those of prompts do, though each be a single position.
+        """
 
     def lay_out(self, segments: Sequence[Segment], page_size: int) -> object:
         """What this device's attention needs to know of a step (no tensors in); the `layout` of a Plan."""

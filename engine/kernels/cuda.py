@@ -104,11 +104,12 @@ class CudaOps(ReferenceOps):
         event.record()
         return _Arriving(room, event)
 
-    def upload(self, plan: Plan) -> Plan:
+    def upload(self, plan: Plan, *, prompts: bool = False) -> Plan:
         """The plan on the device, by one copy for what changes from step to step and one for the pages."""
         runs = plan.layout
         assert isinstance(runs, RunLayout)
-        blocks = None if runs.decode and self.options.on("decode_kernel") else self.query_blocks(runs)
+        decode = runs.decode and not prompts and self.options.on("decode_kernel")
+        blocks = None if decode else self.query_blocks(runs)
         n = plan.positions.shape[1]
         shape = Shape(n, 0 if blocks is None else len(blocks), blocks is None)
         words = np.empty(shape.words, dtype=np.int32)

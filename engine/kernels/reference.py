@@ -73,7 +73,7 @@ class ReferenceOps:
         """`values`, any shape, as an array of their own."""
         return _Here(values.numpy().copy())
 
-    def upload(self, plan: Plan) -> Plan:
+    def upload(self, plan: Plan, *, prompts: bool = False) -> Plan:
         """The plan as it is: every tensor keeps its shape."""
         return plan
 

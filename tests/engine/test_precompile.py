@@ -54,12 +54,12 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def started(monkeypatch: pytest.MonkeyPatch, code: str) -> list[int]:
+def started(monkeypatch: pytest.MonkeyPatch, code: str) -> list[str]:
     """Have shares run `code` in a process of their own instead; returns the list of those that were started."""
-    shares: list[int] = []
+    shares: list[str] = []
 
-    def start(folder: Path, settings: EngineSettings, share: int, of: int, errors: Path) -> subprocess.Popen[bytes]:
-        shares.append(share)
+    def start(folder: Path, settings: EngineSettings, what: list[str], errors: Path) -> subprocess.Popen[bytes]:
+        shares.append(what[0])
         with errors.open("wb") as file:
             return subprocess.Popen([sys.executable, "-c", code], stderr=file)
 
@@ -71,9 +71,9 @@ def test_a_cold_start_compiles_once_and_a_warm_one_nothing(cold: Path, monkeypat
     shares = started(monkeypatch, "")
     precompile.prepare(cold, SETTINGS)
     precompile.prepare(cold, SETTINGS)
-    assert shares == [0, 1, 2]
+    assert shares == ["flash", "0", "1", "2"]
     precompile.prepare(cold, replace(SETTINGS, max_batch=8))
-    assert len(shares) == 6
+    assert len(shares) == 8
 
 
 def test_a_share_that_fails_leaves_no_mark_and_stops_nothing(
@@ -82,5 +82,5 @@ def test_a_share_that_fails_leaves_no_mark_and_stops_nothing(
     shares = started(monkeypatch, "raise ValueError('no room')")
     precompile.prepare(cold, SETTINGS)
     precompile.prepare(cold, SETTINGS)
-    assert shares == [0, 1, 2] * 2
-    assert "2 of 3 processes that compile kernels failed (ValueError: no room)" in caplog.text
+    assert shares == ["flash", "0", "1", "2"] * 2
+    assert "3 of 3 processes that compile kernels failed (ValueError: no room)" in caplog.text
