@@ -46,7 +46,6 @@ OTHER_SUMS = {
     "flashinfer": "attention over long prompts is summed over other blocks",
 }
 OTHER_COMPANY = {
-    "text_walk": "steps run uncaptured, at their own row count",
     "device_loopback": "a request joins one step later",
     "batching": "one row a step",
     "launch_ahead": "a request joins one step later",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from engine.config import SWITCHES
 from engine.kernels import KernelOptions
 from engine.model.omni import OmniModel
+from engine.step import Step
 from tests.perf import ablate, boots
 from tests.perf.in_process import (
     Answers,
@@ -126,6 +128,24 @@ def test_the_switches_with_another_arithmetic_exist_and_an_unknown_one_is_refuse
     assert ablate.chosen("gemv, captures", "cuda") == ["gemv", "captures"]
     with pytest.raises(ValueError, match="'gemv' is no switch of text on cpu"):
         ablate.chosen("gemv", "cpu")
+
+
+def test_text_runs_in_the_same_steps_through_either_walk_so_text_walk_may_move_no_token(model: OmniModel):
+    def steps(*off: str) -> list[list[tuple[str, int, int]]]:
+        seen: list[list[tuple[str, int, int]]] = []
+
+        def note(step: Step) -> AbstractContextManager[object]:
+            seen.append([(row.request_id, row.start, row.length) for row in step.rows])
+            return nullcontext()
+
+        with running(model, engine_settings("cpu", off=off, max_batch=4)) as engine:
+            for lane in engine.loop.lanes:
+                lane.ranges = note
+            generate(engine, random_prompts(model, SMALL), 5, 2)
+        return seen
+
+    assert steps() == steps("text_walk") != steps("batching")
+    assert "text_walk" not in ablate.OTHER_SUMS | ablate.OTHER_COMPANY
 
 
 def test_two_processes_answer_alike(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
