@@ -260,6 +260,24 @@ def train(
         raise typer.Exit(2)
 
 
+@tiny_app.command(epilog="Example:  [b]omni tiny score runs/tiny/export/omni-tiny --out runs/scores[/b]")
+def score(
+    folder: Annotated[Path, typer.Argument(help="The folder of a trained model.")],
+    out: Annotated[Path, typer.Option(help="The folder for scores, answers and what was said.")],
+    librispeech: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with LibriSpeech's reference texts.")
+    ] = None,
+    device: Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)}.")] = "cpu",
+) -> None:
+    """Score a small speaking model: what it hears, answers and says, on texts that training never saw."""
+    from engine.tiny import score as scoring
+
+    try:
+        scoring.score(folder, out, librispeech=librispeech, device=device, tell=typer.echo)
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+
+
 @app.command(epilog="Examples:  [b]omni info[/b]  ·  [b]omni info /models/Qwen3-Omni --device cuda --json[/b]")
 def info(
     model: Model = None,

@@ -1,7 +1,14 @@
 """Scores of a trained folder, asked through the engine: what it hears, answers and says, on texts that training never saw.
 
-Everything is greedy. Words are compared in lower case without marks. `rows.jsonl` keeps every reference and answer and `wav/`
-what was said, so that another normaliser can score the texts and a recogniser the speech.
+Texts are greedy and so is speech, but for the part `t2s_sampled`, whose speech is drawn as the folder's own generation defaults
+say, with fixed seeds. Words that were written are compared in lower case without marks. What was said is written down by a
+recogniser, where there is one, and compared as `judge` does it, three ways in per cent of words:
+
+    heard_wer            what is heard in the speech, against the answer's own text: the Talker's and the recogniser's faults
+    heard_reference_wer  the same against the reference: the Thinker's faults too
+    natural_wer          what is heard when the main voice says the references: the recogniser's own share
+
+`rows.jsonl` keeps every reference, answer and what was heard, `wav/` what was said.
 """
 
 from __future__ import annotations
@@ -9,22 +16,25 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
 import jiwer
+import msgspec
 import numpy as np
 import soundfile
 
 from engine.config import EngineSettings
 from engine.engine import Engine, kernel_options
+from engine.errors import CheckpointError
 from engine.model.omni import load_model
 from engine.model.processor import Inputs, Processor
 from engine.request import Event, Request, Sampling, Speech
 from engine.stop import STOP
-from engine.tiny import shards, tasks, voices
+from engine.tiny import judge, shards, tasks, voices
+from engine.tiny.judge import error_rate, normalised
 from engine.tiny.tasks import Example
 from engine.tiny.text import references, sentence_case, sentences, unheard_texts, words
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
@@ -36,12 +46,17 @@ FRAMES_PER_SECOND = 12.5
 MOST_TOKENS = 128
 # Speech is cut off here, in lengths of the main voice's own rendering; over `TOO_LONG` it counts as a fault.
 MOST_LENGTHS, TOO_LONG = 3.0, 2.0
+HEARD_WER = "heard_wer"
+COLUMNS = (
+    *("count", "wer", "exact", "ended", "speech_ended", "too_long"),
+    *(HEARD_WER, "heard_reference_wer", "natural_wer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many of each are asked: held-out `sentences` (heard, heard in an unseen voice, said), `unheard` LibriSpeech texts,
-    held-out `questions` in text, and questions `aloud`.
+    """How many of each are asked: held-out `sentences` (heard, heard in an unseen voice, said, said by chance), `unheard`
+    LibriSpeech texts, held-out `questions` in text, and questions `aloud`.
     """
 
     sentences: int = 50
@@ -53,13 +68,14 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One request of a part of the score: an example, the samples [n] at 24 kHz that its audio part holds, and whether the
-    answer is to be spoken.
+    answer is to be spoken. Speech is greedy without a `draw`, which is the seed of one that is sampled.
     """
 
     part: str
     example: Example
     heard: Floats | None = None
     aloud: bool = False
+    draw: int | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +96,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One request and its answer. What begins at `speech_ended` is of speech; the main voice takes `natural_seconds` to say
-    the reference.
+    the reference. A recogniser heard `heard` in the speech and `natural_heard` in the main voice's.
     """
 
     part: str
@@ -91,6 +107,37 @@ class Row:
     seconds: float | None = None
     natural_seconds: float | None = None
     wav: str | None = None
+    heard: str | None = None
+    natural_heard: str | None = None
+
+
+class _TalkerDefaults(msgspec.Struct, frozen=True):
+    """What `generation_config.json` says of speech; a key that the file lacks leaves Hugging Face's own value."""
+
+    talker_do_sample: bool = True
+    talker_temperature: float = 0.9
+    talker_top_k: int = 50
+    talker_top_p: float = 1.0
+    talker_repetition_penalty: float = 1.05
+
+    @classmethod
+    def load(cls, folder: Path) -> _TalkerDefaults:
+        """Read the file of a model folder, if there is one; CheckpointError names a value of another type."""
+        path = folder / "generation_config.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls) if path.is_file() else cls()
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def sampling(self, seed: int) -> Sampling:
+        """How speech is drawn with `seed`."""
+        return Sampling(
+            temperature=self.talker_temperature if self.talker_do_sample else 0.0,
+            top_k=self.talker_top_k,
+            top_p=self.talker_top_p,
+            repetition_penalty=self.talker_repetition_penalty,
+            seed=seed,
+        )
 
 
 def score(
@@ -106,20 +153,25 @@ def score(
     """Ask the model in `folder` and write `scores.json`, `rows.jsonl` and `wav/` into `out`; returns the scores by part.
 
     `librispeech` is a folder of reference texts. A part that can't be asked here is left out, and `scores.json` says why.
-    Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main voice can't speak here.
+    Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main voice can't speak here, CheckpointError for a
+    folder that can't be served.
     """
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         raise ValueError(f"the score needs the voice {MAIN_VOICE}: {reason}")
+    served = Served(folder, device)
     asked, skipped = wanted(sizes, librispeech, seed)
     tell(f"score: {len(asked)} requests")
-    natural = [
-        len(wave) / SAMPLE_RATE for wave in _said([one.example.answer for one in asked if one.aloud], MAIN_VOICE)
-    ]
-    lengths = iter(natural)
-    seconds = [next(lengths) if one.aloud else 0.0 for one in asked]
-    answers = Served(folder, device).answers(asked, seconds)
+    said = list(dict.fromkeys(one.example.answer for one in asked if one.aloud))
+    natural = dict(zip(said, _said(said, MAIN_VOICE), strict=True))
+    seconds = [len(natural[one.example.answer]) / SAMPLE_RATE if one.aloud else 0.0 for one in asked]
+    answers = served.answers(asked, seconds)
     out.mkdir(parents=True, exist_ok=True)
     rows = [_row(out, place, *found) for place, found in enumerate(zip(asked, answers, seconds, strict=True))]
+    if (reason := judge.missing()) is not None:
+        skipped[HEARD_WER] = reason
+    else:
+        tell(f"score: {sum(one.aloud for one in asked)} answers and {len(natural)} recordings to recognise")
+        rows = _recognised(rows, out, natural)
     shards.write_list(out / "rows.jsonl", rows)
     scores = {part: summary([row for row in rows if row.part == part]) for part in dict.fromkeys(r.part for r in rows)}
     text = json.dumps({"device": device, "seed": seed, "scores": scores, "skipped": skipped}, indent=2)
@@ -146,6 +198,10 @@ def wanted(sizes: Sizes, librispeech: Path | None, seed: int) -> tuple[list[Aske
         asked += _transcribed("a2t_unseen_voice", told, HELD_OUT_VOICE)
     asked += [Asked("t2t_questions", tasks.ask(one)) for one in tasks.held_out_questions(seed, sizes.questions)]
     asked += [Asked("t2s_sentences", tasks.repeat(text), aloud=True) for text in told]
+    asked += [
+        Asked("t2s_sampled", tasks.repeat(text), aloud=True, draw=seed * len(told) + place)
+        for place, text in enumerate(told)
+    ]
     return [*asked, *_questions_aloud(sizes.aloud, seed)], skipped
 
 
@@ -176,6 +232,7 @@ class Served:
         model = load_model(folder, device=device, dtype=options.dtype, options=options)
         self.engine = Engine(model, settings)
         self.processor = Processor.load(folder, model.config, self.engine.max_model_len)
+        self.defaults = _TalkerDefaults.load(folder)
 
     def answers(self, asked: Sequence[Asked], natural_seconds: Sequence[float]) -> list[Answer]:
         """Ask everything at once and return the answers in order; RuntimeError when the engine fails a request.
@@ -197,7 +254,8 @@ class Served:
 
     def _request(self, name: str, one: Asked, seconds: float) -> Request:
         frames = math.ceil(MOST_LENGTHS * seconds * FRAMES_PER_SECOND)
-        speech = Speech(voice=VOICE, max_frames=frames, sampling=Sampling()) if one.aloud else None
+        sampling = Sampling() if one.draw is None else self.defaults.sampling(one.draw)
+        speech = Speech(voice=VOICE, max_frames=frames, sampling=sampling) if one.aloud else None
         draft = Request(id=name, prompt_ids=[], max_tokens=MOST_TOKENS, speech=speech)
         audio = [] if one.heard is None else [_wav(one.heard)]
         return self.processor.complete(draft, Inputs(messages=one.example.messages, audio=audio))
@@ -228,10 +286,24 @@ def _row(out: Path, place: int, one: Asked, answer: Answer, natural_seconds: flo
     return Row(one.part, reference, answer.text, answer.ended, answer.speech_ended, *seconds, name)
 
 
+def _recognised(rows: Sequence[Row], out: Path, natural: Mapping[str, Floats]) -> list[Row]:
+    """`rows` with what is heard in their speech, and in `natural` [n], which the main voice says of a reference."""
+    recogniser = judge.Recogniser()
+    heard = {reference: recogniser.heard(wave) for reference, wave in natural.items()}
+    found = []
+    for row in rows:
+        if row.wav is not None:
+            samples, _ = soundfile.read(out / row.wav, dtype="float32")
+            row = replace(row, heard=recogniser.heard(samples), natural_heard=heard[row.reference])
+        found.append(row)
+    return found
+
+
 def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Count, word error rate, exact answers and those that ended of `rows`, at least one, all but the count in per cent.
 
-    Where they were spoken also how many ended and how many are over twice as long as is natural.
+    Where they were spoken also how many ended and how many are over twice as long as is natural, and where they were
+    recognised the three rates of what was heard.
     """
     pairs = [(" ".join(words(row.reference)), " ".join(words(row.text))) for row in rows]
     found: dict[str, float] = {
@@ -244,7 +316,20 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     if spoken:
         found["speech_ended"] = _share([bool(row.speech_ended) for row in spoken])
         found["too_long"] = _share([(row.seconds or 0) > TOO_LONG * (row.natural_seconds or 0) for row in spoken])
+    if all(row.heard is not None for row in rows):
+        found |= _heard_rates(rows)
     return {name: round(value, 2) for name, value in found.items()}
+
+
+def _heard_rates(rows: Sequence[Row]) -> dict[str, float]:
+    said = [(row.text, row.heard or "") for row in rows]
+    wanted = [(row.reference, row.heard or "") for row in rows]
+    natural = [(row.reference, row.natural_heard or "") for row in rows]
+    columns = {HEARD_WER: said, "heard_reference_wer": wanted, "natural_wer": natural}
+    return {
+        name: error_rate([(normalised(one), normalised(heard)) for one, heard in pairs])
+        for name, pairs in columns.items()
+    }
 
 
 def _share(held: Sequence[bool]) -> float:
@@ -253,9 +338,12 @@ def _share(held: Sequence[bool]) -> float:
 
 def table(scores: dict[str, dict[str, float]]) -> list[str]:
     """The lines of a table with a row for each part; a dash stands where a part has no such value."""
-    columns = ("count", "wer", "exact", "ended", "speech_ended", "too_long")
-    lines = [f"{'part':17}" + "".join(f"{column:>14}" for column in columns)]
+    lines = [f"{'part':17}" + "".join(f"{column:>{_width(column)}}" for column in COLUMNS)]
     for part, values in scores.items():
-        cells = (f"{values[column]:g}" if column in values else "-" for column in columns)
-        lines.append(f"{part:17}" + "".join(f"{cell:>14}" for cell in cells))
+        cells = {column: f"{values[column]:g}" if column in values else "-" for column in COLUMNS}
+        lines.append(f"{part:17}" + "".join(f"{cell:>{_width(column)}}" for column, cell in cells.items()))
     return lines
+
+
+def _width(column: str) -> int:
+    return max(8, len(column) + 2)

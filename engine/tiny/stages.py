@@ -10,6 +10,7 @@
     talker   Talker and code predictor, over the Thinker's text embeddings
     export   the model folder, in export/omni-tiny
     score    what the engine makes of that folder
+    card     the model card, in that folder
 
 A file `done` in a folder says that its stage is over; such a stage is skipped, and one without it goes on where it stands. So
 stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly made anew, the others are
@@ -21,12 +22,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -36,7 +39,7 @@ from engine.model.chat import ChatTemplate, load_tokenizer
 from engine.model.config import Code2WavConfig, OmniConfig, TalkerConfig
 from engine.model.positions import audio_tokens
 from engine.model.tiny import tokenizer_config, write_texts
-from engine.tiny import codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices
+from engine.tiny import card, codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices
 from engine.tiny.batches import Conversation, Mixture
 from engine.tiny.codec import Codec
 from engine.tiny.export import write_trained
@@ -90,7 +93,7 @@ class Plan:
 
     @classmethod
     def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
-        """For one H200 with 16 cores, under an hour in all: half an hour of training, the rest for data, starts and the score."""
+        """For one H200 with 16 cores, under an hour in all: half an hour of training, then data, starts and the score."""
         return cls(
             heard_hours=24.0,
             spoken_hours=10.0,
@@ -209,7 +212,11 @@ def make_texts(out: Path, plan: Plan, sitting: Sitting) -> None:
 def _references(plan: Plan) -> list[str]:
     if plan.librispeech is not None:
         return references(plan.librispeech / TRAINED_REFERENCES)
-    return [" ".join(words(text)).upper() for text in sentences(plan.seed, STAND_INS)]
+    return _stand_ins(plan.seed)
+
+
+def _stand_ins(seed: int) -> list[str]:
+    return [" ".join(words(text)).upper() for text in sentences(seed, STAND_INS)]
 
 
 def spoken(seed: int, count: int, known: Sequence[str]) -> list[Example]:
@@ -449,8 +456,16 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
         librispeech=plan.librispeech,
         device=plan.device,
         seed=plan.seed,
-        tell=sitting.tell,
+        tell=sitting.listener,
     )
+
+
+def describe(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Write the model card into the model folder; ValueError when that would be too large, or the main voice can't speak."""
+    known = shards.read_list(out / "texts" / "references.jsonl", str)
+    recipe = card.Recipe(librispeech=known != _stand_ins(plan.seed), copies=plan.copies, read=plan.read)
+    size = card.write(out / "export" / MODEL, out, recipe)
+    sitting.listener(f"card: the model folder has {size} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,6 +487,7 @@ STAGES = {
     "talker": Stage(train_the_talker, ("texts", "codes", "thinker")),
     "export": Stage(export, ("texts", "codec", "thinker", "talker")),
     "score": Stage(rate, ("export",)),
+    "card": Stage(describe, ("texts", "codec", "thinker", "talker", "export", "score")),
 }
 
 
@@ -490,9 +506,9 @@ def run(
 ) -> bool:
     """Run the stages that `only` names (all without it) in order, for up to `minutes`; True when all of them are over.
 
-    Training stops within a step of the end and then saves, data within a shard, texts, export and score not at all: leave a
-    minute to spare. `out`/log.jsonl gets a line for each stage that ran. ValueError for a stage that is not known or needs
-    another one first.
+    Training stops within a step of the end and then saves, data within a shard, texts, export, score and card not at all:
+    leave a minute to spare. `out`/log.jsonl gets a line for each stage that ran. ValueError for a stage that is not known or
+    needs another one first.
     """
     if strangers := sorted(set(only) - STAGES.keys()):
         raise ValueError(f"there is no stage {', '.join(strangers)}; there are {', '.join(STAGES)}")
@@ -517,10 +533,21 @@ def _ran(name: str, stage: Stage, out: Path, plan: Plan, sitting: Sitting) -> bo
         over = False
     else:
         over = True
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / DONE).touch()
-    line = {"stage": name, "seconds": round(sitting.clock() - began, 1), DONE: over}
+    line = card.LogLine(
+        name,
+        round(sitting.clock() - began, 1),
+        over,
+        _device_name(plan.device),
+        card.hours(folder) if over and name in (HEARD, SPOKEN) else None,
+    )
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
-        log.write(json.dumps(line) + "\n")
+    with (out / "log.jsonl").open("ab") as log:
+        log.write(msgspec.json.encode(line) + b"\n")
     sitting.listener(f"{name}: {'over' if over else 'goes on in the next sitting'}")
     return over
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if torch.device(device).type == "cuda" else f"CPU, {os.cpu_count()} cores"
