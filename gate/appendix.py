@@ -215,6 +215,7 @@ def _provenance(run: RunData) -> list[str]:
         ["door", _door_words(run)],
         ["workload", f"hash {plan.workload_hash}; " + (_pairs(plan.workload_counts) or "no counts")],
         ["cells", "; ".join(_cell_words(cell) for cell in plan.cells)],
+        ["judge", inline(plan.judge.recogniser or f"none: {plan.judge.why_not}")],
         ["machine", _machine(run.sessions)],
         ["gate", inline(plan.gate_version) or NOT_TRACED],
         ["again", f"`{inline(plan.command or _again(run))}`"],

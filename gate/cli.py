@@ -31,6 +31,7 @@ from typer.core import TyperGroup
 
 from gate import kernels, plant, run, trace
 from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, git, laid_out, make_model, parse_env, split_words
+from gate.judge import JudgeError
 from gate.kernels import TraceError
 from gate.plant import PlantError
 from gate.run import EXIT_INVALID
@@ -45,7 +46,7 @@ EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
 EXIT_INTERRUPTED = 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 DEMO_SLOW = 0.30
-USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError, TraceError)
+USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError, TraceError, JudgeError)
 
 
 class GateGroup(TyperGroup):
@@ -126,6 +127,13 @@ Workloads = Annotated[
 Keep = Annotated[bool, typer.Option("--keep", help="Leave the arms' trees, which else go once all is measured.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="What --device its server gets.")]
 Moves = Annotated[bool, typer.Option("--expect-token-changes", help="Moved tokens are no failure.")]
+Judge = Annotated[
+    bool | None,
+    typer.Option(
+        "--judge/--no-judge",
+        help="A recogniser hears the spoken answers once all is measured; absent: if it is installed (the extra judge).",
+    ),
+]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an interrupted run, as it was asked for.")]
 StopAfter = Annotated[str, typer.Option(metavar="TIME", help="End at the next cell boundary after 90s, 9m or 1h.")]
 Timeout = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds a server may take to become healthy.")]
@@ -298,7 +306,7 @@ def _judge(folder: RunDir, expect: bool = False) -> run.Outcome:
     outcome = run.write_report(folder, expect)
     typer.echo(f"report: {folder.report}\n")
     typer.echo(first_part(folder.report.read_text(encoding="utf-8")))
-    if outcome.comparisons.is_stopped:
+    if outcome.comparisons.is_unfinished:
         typer.echo(f"\nfinish it: {_resume_words(folder.path)}")
     return outcome
 
@@ -333,6 +341,7 @@ def compare(
     base_command: Command = "",
     head_command: Command = "",
     door: Door = "auto",
+    judge: Judge = None,
     expect_token_changes: Moves = False,
     keep: Keep = False,
     device: Device = "cpu",
@@ -382,6 +391,7 @@ def compare(
         workloads=workloads or default_root(),
         boot_s=boot_timeout,
         door=door,
+        judge=judge,
     )
     raise typer.Exit(_compare(wish, limit_s).code)
 
@@ -426,6 +436,7 @@ def plan(
     base_command: Command = "",
     head_command: Command = "",
     door: Door = "auto",
+    judge: Judge = None,
 ) -> None:
     """Write the plan of a comparison and print its price; nothing is served.
 
@@ -436,7 +447,7 @@ def plan(
         choices = _choices(refs or [], folders, commands, (base_args, head_args), (base_env, head_env))
         target = _run_dir(run_dir, "plan", *map(_label, choices))
         wish = Wish(choices, Path.cwd(), target, set_name, _split(cells), sessions, seed, model, librispeech)
-        wish = replace(wish, workloads=workloads or default_root(), door=door)
+        wish = replace(wish, workloads=workloads or default_root(), door=door, judge=judge)
         folder = _with_screen(lambda screen: run.plan_only(wish, screen))
         typer.echo(f"plan: {folder.path / 'plan.json'}")
         typer.echo(f"carry it out: {_resume_words(folder.path)}")
@@ -462,6 +473,7 @@ def run_one(
     keep: Keep = False,
     device: Device = "cpu",
     door: Door = "auto",
+    judge: Judge = None,
     boot_timeout: Timeout = 300.0,
     stop_after: StopAfter = "",
 ) -> None:
@@ -488,6 +500,7 @@ def run_one(
         workloads=workloads or default_root(),
         boot_s=boot_timeout,
         door=door,
+        judge=judge,
     )
     with _reported(target):
         code = _show(_with_screen(lambda screen: run.carry_out(wish, screen, limit_s)))
@@ -502,7 +515,7 @@ def _show(folder: RunDir) -> int:
     typer.echo(session_table(data))
     if wrong := failures(data, outcome.comparisons):
         typer.echo(f"\nwhat went wrong:\n{wrong}")
-    if outcome.comparisons.is_stopped:
+    if outcome.comparisons.is_unfinished:
         typer.echo(f"\nfinish it: {_resume_words(folder.path)}")
     typer.echo(f"\nmake its report: {_again('report', _shown(folder.path, Path.cwd()))}")
     return outcome.code

@@ -21,7 +21,7 @@ from gate.cell import IDS, SPEECH_TASKS, Cell
 from gate.door import Door, Reply
 from gate.generate import GenerateDoor
 from gate.openai import CHAT, COMPLETIONS, OpenAiDoor
-from gate.record import Item, Lag, Record
+from gate.record import Item, JudgePlan, Lag, Record
 
 TIMEOUTS_IN_A_ROW = 2  # after so many, a cell's remaining requests are not sent: a hung server would cost hours
 _LAG_TICK_S = 0.01
@@ -78,10 +78,11 @@ class _Raw:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell's records, warm ones first, and how late the client's own loop was meanwhile."""
+    """A cell's records, warm ones first, how late the client's own loop was meanwhile, and the PCM to be judged by name."""
 
     records: list[Record]
     lag: Lag
+    speech: dict[str, bytes] = field(default_factory=dict)
 
 
 def door_of(target: Target, cell: Cell) -> Door:
@@ -98,10 +99,11 @@ def measure(
     items: Sequence[Item],
     root: Path,
     headers: dict[str, str] | None = None,
+    judge: JudgePlan | None = None,
 ) -> Measured:
     """Run a cell: `warm` items in waves of c, then `items` in a closed loop of c clients. Failures are Records.
 
-    `headers` go with every request and are written nowhere.
+    `headers` go with every request and are written nowhere. The speech that `judge` takes comes with the records.
     """
     door = door_of(target, cell)
     warm_asks = [Ask(item, door.body(cell, item, root)) for item in warm]
@@ -114,7 +116,14 @@ def measure(
     finally:
         gc.enable()
         gc.unfreeze()
-    return Measured([_record(raw, target, cell, door) for raw in raws], lag_of(late_ms))
+    records: list[Record] = []
+    speech: dict[str, bytes] = {}
+    for raw in raws:
+        record, pcm = _record(raw, target, cell, door)
+        records.append(record)
+        if judge is not None and record.speech is not None and judge.takes(record):
+            speech[record.speech] = pcm
+    return Measured(records, lag_of(late_ms), speech)
 
 
 def lag_of(late_ms: Sequence[float]) -> Lag:
@@ -218,11 +227,12 @@ async def _lag_watch() -> AsyncIterator[list[float]]:
         ticker.cancel()
 
 
-def _record(raw: _Raw, target: Target, cell: Cell, door: Door) -> Record:
+def _record(raw: _Raw, target: Target, cell: Cell, door: Door) -> tuple[Record, bytes]:
+    """The record of a request, and the PCM that came."""
     refused = raw.error is not None and raw.error.startswith("HTTP")
     reply = Reply() if refused else door.read([((stamp - raw.t0_ns) // 1000, line) for stamp, line in raw.lines])
     error = raw.error or reply.error or _shortfall(cell, reply)
-    return Record(
+    record = Record(
         session=target.session,
         arm=target.arm,
         cell=cell.name,
@@ -249,6 +259,7 @@ def _record(raw: _Raw, target: Target, cell: Cell, door: Door) -> Record:
         prompt_tokens=reply.prompt_tokens,
         sample_rate=reply.sample_rate,
     )
+    return record, reply.pcm
 
 
 def _shortfall(cell: Cell, reply: Reply) -> str | None:

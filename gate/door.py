@@ -33,6 +33,7 @@ class Reply:
     text: str = ""
     pcm_samples: int = 0
     pcm_sha256: str | None = None
+    pcm: bytes = b""
     sample_rate: int = 24000  # of the contract; what the stream states counts
     finish_reason: str | None = None
     audio_finish_reason: str | None = None
@@ -64,18 +65,18 @@ class Door(Protocol):
 
 
 class Pcm:
-    """Sound as it arrives: samples counted and hashed, 16-bit mono."""
+    """Sound as it arrives: its samples counted, 16-bit mono."""
 
     def __init__(self) -> None:
         self.samples = 0
-        self._hash = hashlib.sha256()
+        self.data = bytearray()
 
     def push(self, data: bytes) -> int:
         """Add bytes and return how many samples they bring."""
-        self._hash.update(data)
+        self.data += data
         self.samples += len(data) // 2
         return len(data) // 2
 
     def digest(self) -> str | None:
         """SHA-256 hex of all bytes so far; None where none came."""
-        return self._hash.hexdigest() if self.samples else None
+        return hashlib.sha256(self.data).hexdigest() if self.samples else None

@@ -74,8 +74,10 @@ _COLUMNS: dict[str, dict[str, str]] = {
             ("substitutions", "deletions", "insertions", "words", "clips", "clips_over_half", "empty", "truncated"),
             "count",
         ),
+        "ended_by_themselves": "count",
         **dict.fromkeys(("change_points", "low_points", "high_points"), "number"),
         "verdict": "text",
+        "round_trip": "flag",
     },
 }
 
@@ -200,10 +202,12 @@ def _wer(cell: WerComparison) -> list[Row]:
             "clips": row.clips,
         }
         tails: Row = {"clips_over_half": row.over_half, "empty": row.empty, "truncated": row.truncated}
+        tails["ended_by_themselves"] = row.ended
         place: Row = {"cell": cell.cell, "session": row.session, "arm": row.arm, "wer_percent": row.wer}
-        rows.append({**_NO_WER, **place, **counts, **tails})
+        rows.append({**_NO_WER, **place, **counts, **tails, "round_trip": cell.spoken})
     change: Row = {"change_points": cell.change, "low_points": cell.low, "high_points": cell.high}
-    return [*rows, {**_NO_WER, "cell": cell.cell, "clips": cell.clips, **change, "verdict": cell.verdict}]
+    whole: Row = {"cell": cell.cell, "clips": cell.clips, "verdict": cell.verdict, "round_trip": cell.spoken}
+    return [*rows, {**_NO_WER, **change, **whole}]
 
 
 _NO_WER: Row = dict.fromkeys(_COLUMNS["wer"])

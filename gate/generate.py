@@ -98,7 +98,7 @@ class GenerateDoor:
         except UNREADABLE as error:
             reply.error = f"a line of the stream is not what the contract says: {error}"
             return reply
-        reply.pcm_samples, reply.pcm_sha256 = pcm.samples, pcm.digest()
+        reply.pcm_samples, reply.pcm_sha256, reply.pcm = pcm.samples, pcm.digest(), bytes(pcm.data)
         reply.error = None if finished else "the stream ended without a final line"
         return reply
 

@@ -1,7 +1,7 @@
 """The load client's own process, so that the gate's work never delays a stamp: started here, and run as `python -m gate.load`.
 
-One line of JSON goes in for each cell (a Job) and one comes out (its records and lag). The API key comes with the environment
-and appears in neither.
+One line of JSON goes in for each cell (a Job) and one comes out (its records and lag, and the speech to be judged). The API
+key comes with the environment and appears in neither.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gate.cell import Cell
 from gate.client import Measured, Target, measure
 from gate.host import pinned
 from gate.process import Child, tail
-from gate.record import Item
+from gate.record import Item, JudgePlan
 
 KEY_VARIABLES = ("WALKGATE_GATE_API_KEY", "OPENAI_API_KEY")
 
@@ -37,6 +37,7 @@ class Job(msgspec.Struct, frozen=True):
     items: list[Item]
     root: str
     with_key: bool = False
+    judge: JudgePlan = JudgePlan()
 
 
 def key_headers() -> dict[str, str]:
@@ -107,7 +108,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         job = msgspec.json.decode(line, type=Job)
         headers = key_headers() if job.with_key else {}
-        found = measure(job.target, job.cell, job.warm, job.items, Path(job.root), headers)
+        found = measure(job.target, job.cell, job.warm, job.items, Path(job.root), headers, job.judge)
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
         sys.stdout.buffer.flush()
 

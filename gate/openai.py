@@ -141,7 +141,7 @@ class OpenAiDoor:
             reply.error = f"an event of the stream is not a chat completion chunk: {error}"
         except DoorError as error:
             reply.error = str(error)
-        reply.pcm_samples, reply.pcm_sha256 = pcm.samples, pcm.digest()
+        reply.pcm_samples, reply.pcm_sha256, reply.pcm = pcm.samples, pcm.digest(), bytes(pcm.data)
         reply.events = shared_out(reply.events, reply.completion_tokens)
         if reply.error is None and not done:
             reply.error = "the stream ended without [DONE]"

@@ -73,6 +73,11 @@ class Record(msgspec.Struct, frozen=True):
     sample_rate: int = 24000
 
     @property
+    def speech(self) -> str | None:
+        """The name that equal sound shares, its digest and sample rate; None where no sound came."""
+        return None if self.pcm_sha256 is None else f"{self.pcm_sha256}-{self.sample_rate}"
+
+    @property
     def steps(self) -> list[int]:
         """What greedy comparison goes over: the token ids, or the characters of the text where no ids came (OpenAI door)."""
         return self.token_ids or [ord(character) for character in self.text]
@@ -148,6 +153,21 @@ class Thresholds(msgspec.Struct, frozen=True):
     throttled: float = 0.05
 
 
+class JudgePlan(msgspec.Struct, frozen=True):
+    """How spoken answers are judged: the first `requests` of each speaking cell in each session, by `recogniser`.
+
+    With 0 requests they are not, and `why_not` says why.
+    """
+
+    requests: int = 0
+    recogniser: str = ""
+    why_not: str = "the plan names no recogniser"
+
+    def takes(self, record: Record) -> bool:
+        """Whether an answer's speech is kept and judged."""
+        return not record.warm and record.ok and record.index < self.requests and record.speech is not None
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a run will do, written before it does anything. `order` names the arm of each session slot.
 
@@ -174,12 +194,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cores: str = ""
     gate_version: str = ""
     door: str = "generate"
+    judge: JudgePlan = JudgePlan()
 
 
 class RunData(msgspec.Struct, frozen=True):
-    """All of a run: the plan, its sessions, their records, and the items by id. Everything else derives from it."""
+    """All of a run: the plan, its sessions, their records, and the items by id. Everything else derives from it.
+
+    `heard` is what the recogniser heard in the speech of this name (`Record.speech`).
+    """
 
     plan: Plan
     sessions: list[SessionInfo]
     records: list[Record]
     items: dict[str, Item]
+    heard: dict[str, str] = {}

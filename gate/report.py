@@ -14,11 +14,12 @@ from statistics import median
 import msgspec
 
 from gate.appendix import appendix, interval_words, peer_words
-from gate.cell import METRICS
+from gate.cell import AUDIO_IN_TASKS, METRICS
 from gate.greedy import Divergence, GreedyPair, TokenMove, is_near_tie
 from gate.markdown import DASH, NOT_TRACED, counted, inline, interval, listed, number, plural, ranged, signed, table
 from gate.metrics import IDENTITY_LIMIT, SessionMetric, measured
 from gate.record import PEER_KINDS, ArmInfo, RunData, SessionInfo
+from gate.spoken import NOT_JUDGED
 from gate.stats import MOST_SESSIONS, percent
 from gate.verdict import (
     BROKEN_BASE,
@@ -37,7 +38,7 @@ from gate.verdict import (
     throttled_share,
     values,
 )
-from gate.wer import FEW_BLOCKS, SCORER, WerComparison
+from gate.wer import FEW_BLOCKS, SCORER, WerComparison, WerTotals
 
 _LOUD = frozenset({REGRESSION, IMPROVEMENT, BROKEN_HEAD, BROKEN_BASE, INVALID, NEW_IN_HEAD})
 _RARE = (BROKEN_HEAD, BROKEN_BASE, INVALID, NEW_IN_HEAD)  # named in the headline only where there is one
@@ -95,7 +96,7 @@ def _without_place(text: str, folder: str) -> str:
 
 def headline(found: Comparisons) -> str:
     """What came of a run, in one line; that of a stopped run says so first."""
-    parts = [f"unfinished, {_sessions_measured(found)}"] if found.is_stopped else []
+    parts = [f"unfinished, {_left(found)}"] if found.is_unfinished else []
     if found.single:
         parts += ["one arm measured, nothing to compare it with"]
     else:
@@ -108,8 +109,10 @@ def headline(found: Comparisons) -> str:
     return f"gate: {' · '.join(parts)}"
 
 
-def _sessions_measured(found: Comparisons) -> str:
-    return f"{found.whole} of {found.planned} planned sessions measured"
+def _left(found: Comparisons) -> str:
+    if found.is_stopped:
+        return f"{found.whole} of {found.planned} planned sessions measured"
+    return f"{plural(found.unheard, 'recording')} still to be heard"
 
 
 def _verdict_counts(found: Comparisons) -> str:
@@ -242,7 +245,7 @@ def machine_words(sessions: Sequence[SessionInfo]) -> str:
 
 def _what_to_do(run: RunData, found: Comparisons) -> list[str]:
     if found.single:
-        return [f"**What you need to do:** {_finish(found)}", ""] if found.is_stopped else []
+        return [f"**What you need to do:** {_finish(found)}", ""] if found.is_unfinished else []
     steps = [*_blocking_steps(found), *_undecided_steps(run, found)]
     if not steps:
         return ["**What you need to do:** nothing; every cell is decided and none is worse.", ""]
@@ -253,7 +256,7 @@ def _what_to_do(run: RunData, found: Comparisons) -> list[str]:
 
 
 def _finish(found: Comparisons) -> str:
-    return f"*unfinished*: {_sessions_measured(found)}; finish the run with `gate compare --resume`."
+    return f"*unfinished*: {_left(found)}; finish the run with `gate compare --resume`."
 
 
 def _names(found: Comparisons, verdict: str) -> str:
@@ -283,7 +286,9 @@ def _blocking_steps(found: Comparisons) -> list[str]:
 
 
 def _wer_step(row: WerComparison) -> str:
-    return f"*WER worse*: {row.cell} by {signed(row.change, 2)} points; listen to the clips that changed."
+    where = f"{row.cell}, round trip," if row.spoken else row.cell
+    what = "answers that changed, in the run's folder `speech`" if row.spoken else "clips that changed"
+    return f"*WER worse*: {where} by {signed(row.change, 2)} points; listen to the {what}."
 
 
 def _move_words(move: TokenMove) -> str:
@@ -293,9 +298,10 @@ def _move_words(move: TokenMove) -> str:
 def _undecided_steps(run: RunData, found: Comparisons) -> list[str]:
     if found.is_stopped:
         return [_finish(found)]
+    unheard = [_finish(found)] if found.unheard else []
     open_cells = [cell for cell in found.cells if cell.verdict == NO_VERDICT]
     if not open_cells:
-        return []
+        return unheard
     losses = [cell.loss_not_excluded for cell in open_cells if cell.loss_not_excluded is not None]
     hides = f"could still hide a loss of up to {number(100 * max(losses), 1)} %" if losses else "can't be judged"
     text = f"{plural(len(open_cells), 'cell')} {hides}"
@@ -305,7 +311,7 @@ def _undecided_steps(run: RunData, found: Comparisons) -> list[str]:
         text += _price(run, max(wanted))
     elif losses:
         text += f"; even {MOST_SESSIONS} sessions an arm would settle none: lower the spread first"
-    return [f"*no verdict*: {text}."]
+    return [f"*no verdict*: {text}.", *unheard]
 
 
 def _price(run: RunData, wanted: int) -> str:
@@ -576,19 +582,64 @@ def _words(run: RunData, found: Comparisons) -> list[str]:
     rows = [_wer_row(row) for row in found.wer]
     head = ("cell", "base sessions", "head sessions", "change, points", "paired 95 % interval", "verdict")
     notes = [f"Scorer: {SCORER}."]
-    few = [row for row in found.wer if 0 < row.blocks < FEW_BLOCKS]
+    prompts = {cell.name for cell in run.plan.cells if cell.task not in AUDIO_IN_TASKS}
+    few = [
+        f"{plural(row.blocks, 'prompt' if row.cell in prompts else 'speaker block')} in {row.cell}"
+        for row in found.wer
+        if 0 < row.blocks < FEW_BLOCKS
+    ]
     if few:
-        notes.append(f"Only {plural(few[0].blocks, 'speaker block')}: the intervals are narrower than they should be.")
-    return ["**Words**", "", *table(head, rows, right=(3,)), " ".join(notes), ""]
+        notes.append(f"Only {', '.join(few)}: the intervals are narrower than they should be.")
+    return ["**Words**", "", *table(head, rows, right=(3,)), " ".join(notes), "", *_round_trip(run, found)]
 
 
 def _wer_row(row: WerComparison) -> list[str]:
     sides = [" ".join(number(total.wer, 2) for total in totals) or DASH for totals in (row.base, row.head)]
-    name = f"{row.cell} WER % ↓ ({plural(row.clips, 'clip')})"
+    if row.verdict == NOT_JUDGED:
+        return [f"{row.cell} round-trip WER % ↓", *sides, DASH, DASH, f"not judged: {inline(row.reason)}"]
+    kind, clips = ("round-trip WER", "answer") if row.spoken else ("WER", "clip")
+    name = f"{row.cell} {kind} % ↓ ({plural(row.clips, clips)})"
     if row.verdict == "identical":
-        return [name, *sides, "0.00", DASH, "identical text, WER equal by construction"]
+        same = "identical text and speech" if row.spoken else "identical text"
+        return [name, *sides, "0.00", DASH, f"{same}, WER equal by construction"]
     verdict = f"**{row.verdict}**" if row.verdict == "WER worse" else row.verdict
     return [name, *sides, signed(row.change, 2), interval(row.low, row.high, 2), verdict]
+
+
+def _round_trip(run: RunData, found: Comparisons) -> list[str]:
+    """What the round-trip rates stand on: answers, words, and whether speech ended by itself or was cut."""
+    rows = [
+        _arm_speech(run, cell.cell, arm, [total for total in (*cell.base, *cell.head) if total.arm == arm])
+        for cell in found.wer
+        if cell.spoken and cell.verdict != NOT_JUDGED
+        for arm in dict.fromkeys(arm.name for arm in run.plan.arms)
+    ]
+    if not rows:
+        return []
+    says = (
+        "*Round trip*: a recogniser hears the speech of an answer, and its words are scored against the answer's own text, "
+        "which is what the server was to say. Its own mistakes count too, on both arms alike; speech that is cut before its "
+        f"text ends counts what is not said as errors. Recogniser: {run.plan.judge.recogniser}; the first "
+        f"{plural(run.plan.judge.requests, 'answer')} of each cell and session."
+    )
+    head = ("cell", "arm", "answers judged", "words", "WER %", "ended by themselves", "nothing heard")
+    return ["**Spoken answers**, all sessions of an arm together", "", *table(head, rows, right=range(2, 7)), says, ""]
+
+
+def _arm_speech(run: RunData, cell: str, arm: str, totals: Sequence[WerTotals]) -> list[str]:
+    requests = next(min(one.requests, run.plan.judge.requests) for one in run.plan.cells if one.name == cell)
+    answers, words = sum(total.clips for total in totals), sum(total.n for total in totals)
+    known = [total.ended for total in totals if total.ended is not None]
+    errors = sum(total.s + total.d + total.i for total in totals)
+    return [
+        cell,
+        arm,
+        f"{answers} of {requests * sum(session.arm == arm for session in run.sessions)}",
+        number(words),
+        number(100 * errors / words, 2) if words else DASH,
+        f"{sum(known)} of {answers}" if totals and len(known) == len(totals) else "not stated",
+        str(sum(total.empty for total in totals)),
+    ]
 
 
 def _time(run: RunData, found: Comparisons) -> list[str]:

@@ -1,7 +1,7 @@
 """A run: the plan first, then sessions in its order, records kept after every cell, and the report at the end.
 
 Lives here: what a comparison does, step by step (DESIGN section 5). Not here: the files (gate/rundir.py), one server
-(gate/session.py), one cell's load (gate/client.py), and every judgement (the pure modules).
+(gate/session.py), one cell's load (gate/client.py), the recogniser (gate/judge.py), and every judgement (the pure modules).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from gate import rundir
+from gate import judge, rundir
 from gate.arm import Arm, ArmError, Peer, check_model_name, is_model_name, laid_out, make_model
 from gate.cell import Cell
 from gate.client import Limits, Measured, Target
@@ -38,6 +38,7 @@ from gate.session import (
     is_ours,
     serving,
 )
+from gate.spoken import names_to_judge, unheard
 from gate.summary import one_arm_exit_code
 from gate.verdict import Comparisons, compare, exit_code
 from gate.wish import (
@@ -57,6 +58,7 @@ from gate.wish import (
 from gate.workload import Workload, ordered, warm_items
 
 EXIT_INVALID = 3
+_TOLD_EVERY = 10  # recordings heard
 _DEATH_S = 1.0  # a server's port refuses a little before its process is seen to have ended
 
 
@@ -170,6 +172,7 @@ def carry_out(wish: Wish, watcher: Watcher, stop_after_s: float = float("inf")) 
     check(wish)
     with _new(wish) as folder:
         _carry_out(wish, folder, watcher, stop_at, resumed=False)
+        _listen(folder, watcher, stop_at)
     return folder
 
 
@@ -185,11 +188,11 @@ def resume(path: Path, watcher: Watcher, stop_after_s: float = float("inf")) -> 
         return carry_out(wish, watcher, stop_after_s)
     with rundir.claimed(folder):
         data = folder.load()
-        if _is_over(folder, data):
-            return folder
-        wish = pinned_to(wish, data.plan)
-        check(wish)
-        _carry_out(wish, folder, watcher, stop_at, resumed=True)
+        if not _is_over(folder, data):
+            wish = pinned_to(wish, data.plan)
+            check(wish)
+            _carry_out(wish, folder, watcher, stop_at, resumed=True)
+        _listen(folder, watcher, stop_at)
     return folder
 
 
@@ -211,6 +214,26 @@ def _remove_snapshots(arms: Sequence[Arm | Peer]) -> None:
             # Under another name first: a gate that is killed meanwhile leaves no half of a tree to be measured.
             beside = arm.tree.rename(arm.tree.with_name(arm.tree.name + ".part"))
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def _listen(folder: RunDir, watcher: Watcher, stop_at: float) -> None:
+    """Have the recogniser hear what it has not heard yet, once every session is over; what it heard is on disk at once."""
+    run = folder.load()
+    names, all_names = unheard(run), names_to_judge(run)
+    if not names or _owed(run):
+        return
+    ear = judge.Ear(judge.planned(run.plan.judge))
+    heard = dict(run.heard)
+    watcher.say(f"judges {plural(len(names), 'recording')} of spoken answers by {run.plan.judge.recogniser}")
+    for done, name in enumerate(names, len(all_names) - len(names)):
+        if time.monotonic() > stop_at:
+            watcher.say("stopped by --stop-after")
+            return
+        if done % _TOLD_EVERY == 0:
+            watcher.advance(done, len(all_names), "judges speech")
+        heard[name] = ear.hear(*folder.read_speech(name))
+        folder.write_heard(heard)
+    watcher.advance(len(all_names), len(all_names), "judged speech")
 
 
 def _is_over(folder: RunDir, run: RunData) -> bool:
@@ -360,7 +383,9 @@ class _Session:
         warm = warm_items(workload.items, cell.warm_waves * cell.concurrency, seed, workload.name)
         before = server.counters()
         try:
-            found = client.measure(Job(target, cell, warm, self.items(cell), str(workload.root), server.keyed))
+            plan, root = self.ready.plan, str(workload.root)
+            job = Job(target, cell, warm, self.items(cell), root, server.keyed, plan.judge)
+            found = client.measure(job)
         except ClientError as error:
             self.client_failures[cell.name] = str(error)
             self.watcher.say(f"{self.id} {cell.name}: {error}")
@@ -374,6 +399,7 @@ class _Session:
         self.client_lag[cell.name] = found.lag
         # Before the records: a cell counts as measured by its records, and then everything about it is on disk.
         self.write()
+        self.ready.folder.keep_speech(found.speech)
         self.ready.folder.append_records(self.id, found.records)
 
     def items(self, cell: Cell) -> list[Item]:

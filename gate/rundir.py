@@ -1,14 +1,17 @@
 """The run directory: the plan, sessions, records, tables and reports of one run on disk, written so that nothing is lost.
 
 Layout: wish.json (what was asked, written first), plan.json, items.json, arms/, sessions/NN-arm/{session.json, server.log,
-client.log, records.jsonl}, tables/, report.md and report.json. A folder with wish.json and no plan.json was never planned.
+client.log, records.jsonl}, speech/{NAME.wav, heard.json}, tables/, report.md and report.json. A folder with wish.json and no
+plan.json was never planned.
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import shutil
+import wave
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 import pandas
+from numpy.typing import NDArray
 
 from gate.record import Item, Plan, Record, RunData, SessionInfo
 
@@ -99,6 +104,30 @@ class RunDir:
             file.flush()
             os.fsync(file.fileno())
 
+    def keep_speech(self, speech: Mapping[str, bytes]) -> None:
+        """Write speech/NAME.wav for each name (`Record.speech`) that is not there yet: equal sound is kept once."""
+        for name, pcm in speech.items():
+            path = self._speech(name)
+            if not path.is_file():
+                path.parent.mkdir(exist_ok=True)
+                _write(path, _wav(pcm, int(name.rpartition("-")[2])))
+
+    def read_speech(self, name: str) -> tuple[NDArray[np.int16], int]:
+        """The samples [n] of a kept speech and their rate; RunDirError where it can't be read."""
+        path = self._speech(name)
+        try:
+            with wave.open(str(path)) as file:
+                return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2"), file.getframerate()
+        except (OSError, EOFError, wave.Error) as error:
+            raise RunDirError(f"{path} cannot be read as speech: {error}") from error
+
+    def write_heard(self, heard: Mapping[str, str]) -> None:
+        """Write speech/heard.json: what the recogniser heard, by the names of the speech."""
+        _write(self.path / "speech" / "heard.json", _pretty(dict(heard)))
+
+    def _speech(self, name: str) -> Path:
+        return self.path / "speech" / f"{name}.wav"
+
     def write_tables(self, frames: Mapping[str, pandas.DataFrame]) -> None:
         """Write each frame as tables/NAME.parquet and tables/NAME.csv."""
         folder = self.path / "tables"
@@ -120,7 +149,9 @@ class RunDir:
         sessions = [_read_session(folder, plan) for folder in folders]
         _check_slots(folders, sessions)
         records = [record for folder in folders for record in _read_records(folder / "records.jsonl")]
-        return RunData(plan=plan, sessions=sessions, records=records, items=items)
+        path = self.path / "speech" / "heard.json"
+        heard = _read(path, dict[str, str]) if path.is_file() else {}
+        return RunData(plan=plan, sessions=sessions, records=records, items=items, heard=heard)
 
 
 def create(path: Path) -> RunDir:
@@ -186,6 +217,16 @@ def begun(path: Path) -> RunDir:
 
 def _lines(records: Iterable[Record]) -> bytes:
     return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+
+
+def _wav(pcm: bytes, rate: int) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes(pcm[: len(pcm) // 2 * 2])
+    return file.getvalue()
 
 
 def _pretty(value: object) -> bytes:

@@ -63,7 +63,7 @@ def one_arm_exit_code(found: Comparisons) -> int:
         return EXIT_UNUSABLE
     if found.faults:
         return EXIT_WORSE
-    return EXIT_UNDECIDED if found.is_stopped else EXIT_OK
+    return EXIT_UNDECIDED if found.is_unfinished else EXIT_OK
 
 
 def _was_tried(found: Comparisons, cell: str) -> bool:

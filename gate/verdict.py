@@ -26,6 +26,7 @@ from gate.metrics import (
     session_metrics,
 )
 from gate.record import ArmInfo, Record, RunData, SessionInfo, Thresholds
+from gate.spoken import NOT_JUDGED, compare_spoken, unheard
 from gate.stats import (
     LEAST_DF,
     Contrast,
@@ -91,7 +92,8 @@ class Comparisons(msgspec.Struct, frozen=True):
     `arm_verdict` speaks about whole sessions (a server that died): broken head, broken base, invalid, or None.
     `single` marks a run of one arm. `unfinished` names (session, cell) pairs that a stopped session did not get to; `whole` of
     `planned` sessions are measured, and until all are, only faults and moved tokens are judged. `one_boot` names the arms whose
-    sessions all met one boot (URLs): verdicts are marked, since the spread between boots is not in them.
+    sessions all met one boot (URLs): verdicts are marked, since the spread between boots is not in them. `unheard` counts the
+    recordings of spoken answers that the recogniser has not heard yet.
     """
 
     cells: list[CellComparison]
@@ -109,11 +111,17 @@ class Comparisons(msgspec.Struct, frozen=True):
     one_boot: list[str] = []
     late: list[LateClient] = []
     prompts: list[PromptTokens] = []
+    unheard: int = 0
 
     @property
     def is_stopped(self) -> bool:
         """Whether planned sessions are still to be measured."""
         return self.whole < self.planned
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether anything is left to `--resume`: planned sessions, or speech to be judged."""
+        return self.is_stopped or self.unheard > 0
 
 
 def speed_verdict(metric: str, found: Contrast | None, p_holm: float | None, limits: Thresholds) -> str:
@@ -158,7 +166,7 @@ def compare(run: RunData) -> Comparisons:
         moves=token_moves(run) if not single and _has_token_floor(run, whole) else [],
         greedy=greedy_pairs(run),
         pcm=pcm_pairs(run),
-        wer=[_open(row) if missing else row for row in compare_wer(run)],
+        wer=[_open(row) if missing else row for row in _words(run)],
         metrics=metrics,
         unfinished=unfinished,
         whole=len(whole),
@@ -167,7 +175,14 @@ def compare(run: RunData) -> Comparisons:
         one_boot=_one_boot(run),
         late=late_clients(run, metrics),
         prompts=prompt_tokens(run),
+        unheard=len(unheard(run)),
     )
+
+
+def _words(run: RunData) -> list[WerComparison]:
+    """The WER of transcripts and of spoken answers, in the plan's order of cells."""
+    rows = {row.cell: row for row in [*compare_wer(run), *compare_spoken(run)]}
+    return [rows[cell.name] for cell in run.plan.cells if cell.name in rows]
 
 
 def _whole_sessions(run: RunData, unfinished: Sequence[tuple[str, str]]) -> list[SessionInfo]:
@@ -184,6 +199,8 @@ def _has_token_floor(run: RunData, whole: Sequence[SessionInfo]) -> bool:
 
 def _open(row: WerComparison) -> WerComparison:
     """A row of a stopped run: the errors of its sessions, and no judgement of them yet."""
+    if row.verdict == NOT_JUDGED:
+        return row
     return msgspec.structs.replace(row, change=None, low=None, high=None, verdict=NO_VERDICT)
 
 
@@ -457,4 +474,4 @@ def exit_code(comparisons: Comparisons, expect_token_changes: bool) -> int:
         return EXIT_WORSE
     if verdicts & {INVALID, BROKEN_BASE}:
         return EXIT_UNUSABLE
-    return EXIT_UNDECIDED if NO_VERDICT in verdicts or comparisons.is_stopped else EXIT_OK
+    return EXIT_UNDECIDED if NO_VERDICT in verdicts or comparisons.is_unfinished else EXIT_OK

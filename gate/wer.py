@@ -1,5 +1,7 @@
 """Word error rate of the audio-to-text cells: corpus totals per session, and the paired change between arms.
 
+Spoken answers are added up and compared by the same functions (gate/spoken.py).
+
 Scorer: jiwer on text normalised as Whisper's English evaluation does it. Its spelling map (British to American) is a separate
 file that is not part of the library; without it the map is empty, and such pairs count as errors on both arms alike.
 """
@@ -13,6 +15,7 @@ import jiwer
 import msgspec
 import numpy as np
 
+from gate.metrics import measured
 from gate.record import Item, Record, RunData
 
 SCORER = (
@@ -24,7 +27,10 @@ FEW_BLOCKS = 10  # under about this many, a bootstrap over blocks is known to gi
 
 
 class ClipErrors(msgspec.Struct, frozen=True):
-    """One clip: substitutions, deletions, insertions, words of the reference; and whether the output was empty or cut off."""
+    """One clip: substitutions, deletions, insertions, words of the reference; and whether the output was empty or cut off.
+
+    `ended` says of speech that it ended by itself; None of text, and where the server does not say.
+    """
 
     item: str
     block: str
@@ -34,6 +40,7 @@ class ClipErrors(msgspec.Struct, frozen=True):
     n: int
     empty: bool
     truncated: bool
+    ended: bool | None = None
 
     @property
     def errors(self) -> int:
@@ -42,7 +49,10 @@ class ClipErrors(msgspec.Struct, frozen=True):
 
 
 class WerTotals(msgspec.Struct, frozen=True):
-    """A session's corpus totals in one cell; `wer` is 100·(S+D+I)/N in percent."""
+    """A session's corpus totals in one cell; `wer` is 100·(S+D+I)/N in percent.
+
+    `ended` counts speech that ended by itself, None where that is not known of every answer.
+    """
 
     session: str
     arm: str
@@ -55,6 +65,7 @@ class WerTotals(msgspec.Struct, frozen=True):
     over_half: int
     empty: int
     truncated: int
+    ended: int | None = None
 
     @property
     def wer(self) -> float:
@@ -65,7 +76,8 @@ class WerTotals(msgspec.Struct, frozen=True):
 class WerComparison(msgspec.Struct, frozen=True):
     """Both arms' WER in one cell; change and interval in percentage points, None where an arm has no text.
 
-    `verdict` is `WER worse`, `not worse`, `identical` (equal text on every clip), or `no verdict`.
+    `verdict` is `WER worse`, `not worse`, `identical` (equal text on every clip), `no verdict`, or `not judged` with a
+    `reason`. `spoken` marks the round trip: what was heard in an answer's speech against its text; `clips` are then answers.
     """
 
     cell: str
@@ -77,6 +89,8 @@ class WerComparison(msgspec.Struct, frozen=True):
     clips: int
     blocks: int
     verdict: str
+    spoken: bool = False
+    reason: str = ""
 
 
 @lru_cache(maxsize=1)
@@ -129,34 +143,35 @@ def totals(session: str, arm: str, cell: str, clips: Sequence[ClipErrors]) -> We
         over_half=sum(2 * clip.errors > clip.n for clip in clips),
         empty=sum(clip.empty for clip in clips),
         truncated=sum(clip.truncated for clip in clips),
+        ended=None if any(clip.ended is None for clip in clips) else sum(bool(clip.ended) for clip in clips),
     )
 
 
 def _block_sums(base: Sequence[ClipErrors], head: Sequence[ClipErrors]) -> tuple[np.ndarray, int]:
-    """Per speaker block (base errors, head errors, words), [blocks, 3], of clips that both arms have; and their count.
+    """Per speaker block (base errors, base words, head errors, head words), [blocks, 4], and the count of clips.
 
-    A clip's errors are the mean over the sessions of its arm.
+    Only clips that both arms have count; a clip's errors and words are the means over the sessions of its arm.
     """
-    means = [_mean_errors(base), _mean_errors(head)]
-    shared = sorted(set(means[0]) & set(means[1]))
-    facts = {clip.item: clip for clip in base}
+    ours, theirs = _means(base), _means(head)
+    shared = sorted(set(ours) & set(theirs))
+    blocks = {clip.item: clip.block for clip in base}
     sums: dict[str, np.ndarray] = {}
     for item in shared:
-        row = np.array([means[0][item], means[1][item], facts[item].n], dtype=np.float64)
-        block = facts[item].block
-        sums[block] = sums.get(block, np.zeros(3)) + row
-    return (np.stack([sums[block] for block in sorted(sums)]) if sums else np.zeros((0, 3))), len(shared)
+        row = np.concatenate([ours[item], theirs[item]])
+        sums[blocks[item]] = sums.get(blocks[item], np.zeros(4)) + row
+    return (np.stack([sums[block] for block in sorted(sums)]) if sums else np.zeros((0, 4))), len(shared)
 
 
-def _mean_errors(clips: Sequence[ClipErrors]) -> dict[str, float]:
-    by_item: dict[str, list[int]] = {}
+def _means(clips: Sequence[ClipErrors]) -> dict[str, np.ndarray]:
+    """The mean (errors, words) of each item, [2]."""
+    by_item: dict[str, list[tuple[int, int]]] = {}
     for clip in clips:
-        by_item.setdefault(clip.item, []).append(clip.errors)
-    return {item: sum(errors) / len(errors) for item, errors in by_item.items()}
+        by_item.setdefault(clip.item, []).append((clip.errors, clip.n))
+    return {item: np.mean(np.array(rows, dtype=np.float64), axis=0) for item, rows in by_item.items()}
 
 
 def paired_interval(sums: np.ndarray, seed: int) -> tuple[float, float, float]:
-    """(change, low, high) in percentage points from block sums [blocks, 3]; both arms' errors are resampled together."""
+    """(change, low, high) in percentage points from block sums [blocks, 4]; both arms' errors are resampled together."""
     change = _points(sums.sum(axis=0))
     draws = np.random.default_rng(seed).integers(0, len(sums), size=(RESAMPLES, len(sums)))
     changes = _points(sums[draws].sum(axis=1).T)
@@ -165,21 +180,28 @@ def paired_interval(sums: np.ndarray, seed: int) -> tuple[float, float, float]:
 
 
 def _points(sums: np.ndarray) -> np.ndarray:
-    points: np.ndarray = 100.0 * (sums[1] - sums[0]) / sums[2]
+    points: np.ndarray = 100.0 * (sums[2] / sums[3] - sums[0] / sums[1])
     return points
 
 
 def compare_wer(run: RunData) -> list[WerComparison]:
     """The WER of every A2T cell of a run, in the plan's order."""
-    return [_compare_cell(run, cell.name) for cell in run.plan.cells if cell.task == "A2T"]
+    found = []
+    for cell in run.plan.cells:
+        if cell.task == "A2T":
+            identical = is_identical(run, cell.name, lambda record: record.text)
+            found.append(compare_cell(run, cell.name, lambda records: clip_errors(records, run.items), identical))
+    return found
 
 
-def _compare_cell(run: RunData, cell: str) -> WerComparison:
+def compare_cell(
+    run: RunData, cell: str, errors: Callable[[Sequence[Record]], list[ClipErrors]], identical: bool
+) -> WerComparison:
+    """One cell's sessions added up and its arms compared; `errors` are those of a session's measured records by index."""
     clips: dict[str, list[ClipErrors]] = {"base": [], "head": []}
     rows: dict[str, list[WerTotals]] = {"base": [], "head": []}
     for session in sorted(run.sessions, key=lambda session: session.slot):
-        records = [r for r in run.records if r.session == session.id and r.cell == cell and not r.warm]
-        found = clip_errors(sorted(records, key=lambda record: record.index), run.items)
+        found = errors(measured(run.records, session.id, cell))
         side = "head" if session.arm == "head" else "base"  # a run of one arm stands in base's place
         if found:
             clips[side].extend(found)
@@ -189,21 +211,24 @@ def _compare_cell(run: RunData, cell: str) -> WerComparison:
         return WerComparison(cell, rows["base"], rows["head"], None, None, None, 0, 0, "no verdict")
     change, low, high = paired_interval(sums, run.plan.seed)
     verdict = "not worse"
-    if is_identical(run, cell):
+    if identical:
         verdict = "identical"
     elif low > 0 and change >= run.plan.thresholds.wer_points:
         verdict = "WER worse"
     return WerComparison(cell, rows["base"], rows["head"], change, low, high, count, len(sums), verdict)
 
 
-def is_identical(run: RunData, cell: str) -> bool:
-    """Whether every session gave the same text for every request of a cell, none failed, and both arms are there."""
-    texts: dict[int, set[str]] = {}
+def is_identical(run: RunData, cell: str, answer: Callable[[Record], object], first: int | None = None) -> bool:
+    """Whether every session gave the same answer to every request of a cell, none failed, and both arms are there.
+
+    `first`: only so many requests count.
+    """
+    answers: dict[int, set[object]] = {}
     arms: set[str] = set()
     for record in run.records:
-        if record.cell == cell and not record.warm:
+        if record.cell == cell and not record.warm and (first is None or record.index < first):
             if not record.ok:
                 return False
             arms.add(record.arm)
-            texts.setdefault(record.index, set()).add(record.text)
-    return len(arms) == 2 and all(len(found) == 1 for found in texts.values())
+            answers.setdefault(record.index, set()).add(answer(record))
+    return len(arms) == 2 and all(len(found) == 1 for found in answers.values())

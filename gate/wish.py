@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from gate.arm import Arm, ArmChoice, ArmError, Peer, is_model_name, resolve, weights_digest
-from gate.cell import IDS, Cell
+from gate.cell import IDS, SPEECH_TASKS, Cell
 from gate.client import Limits
 from gate.host import available_cores
+from gate.judge import plan_judge
 from gate.markdown import plural
 from gate.order import session_order
 from gate.record import Plan, Thresholds
@@ -60,6 +61,7 @@ class Wish:
     limits: Limits = field(default_factory=Limits)
     boot_s: float = 300.0
     door: str = "auto"
+    judge: bool | None = None  # None: if a recogniser is installed
     command: str = ""  # what to type for this run again; empty: made from the rest
 
 
@@ -67,6 +69,7 @@ def check(wish: Wish) -> None:
     """Find everything a wish names before anything is written; the errors are those of making it."""
     resolved = [resolve(choice, wish.repository) for choice in wish.choices]
     cells = chosen_cells(wish)
+    plan_judge(wish.judge, cells)
     if wish.door not in DOORS:
         raise ArmError(f"--door {wish.door!r} does not exist; there are {', '.join(DOORS)}")
     if wish.model is not None and not (is_model_name(wish.model) and any(not one.peer for one in resolved)):
@@ -174,6 +177,7 @@ def make_plan(
         cores=available_cores().sentence(),
         gate_version=gate_version(),
         door=choose_door(wish.door, arms),
+        judge=plan_judge(wish.judge, cells),
     )
 
 
@@ -203,6 +207,7 @@ def command_line(wish: Wish) -> str:
     words += ["--workloads", str(wish.workloads)] if wish.workloads != default_root() else []
     words += ["--door", wish.door] if wish.door != "auto" else []
     words += ["--device", wish.device] if wish.device != "cpu" else []
+    words += [] if wish.judge is None else ["--judge" if wish.judge else "--no-judge"]
     words += [EXPECT_FLAG] if wish.expect_token_changes else []
     return shlex.join(words)
 
@@ -216,8 +221,13 @@ def price(plan: Plan) -> str:
     return (
         f"price: {plural(sessions, 'session')} ({' '.join(plan.order)}), each with {plural(len(plan.cells), 'cell')}, "
         f"{plural(measured, 'request')} measured and {warm} in warm waves, at most {plural(tokens, 'token')}; "
-        f"{plural(sessions * measured, 'measured request')} in all"
+        f"{plural(sessions * measured, 'measured request')} in all{_judge_price(plan)}"
     )
+
+
+def _judge_price(plan: Plan) -> str:
+    answers = sum(min(cell.requests, plan.judge.requests) for cell in plan.cells if cell.task in SPEECH_TASKS)
+    return f", and then {plural(len(plan.order) * answers, 'spoken answer')} to judge" if answers else ""
 
 
 def price_left(plan: Plan, owed: Sequence[tuple[str, Sequence[Cell]]]) -> str:
@@ -260,13 +270,14 @@ def decode(content: bytes) -> Wish:
 
 
 def pinned_to(wish: Wish, plan: Plan) -> Wish:
-    """A wish whose commits and model are those of its plan: `HEAD` may have moved since."""
+    """A wish whose commits, model and judge are those of its plan: `HEAD` may have moved since."""
     arms = {arm.name: arm for arm in plan.arms}
     choices = tuple(
         replace(choice, ref=arms[choice.name].commit or choice.ref) if arms[choice.name].kind == "commit" else choice
         for choice in wish.choices
     )
-    return replace(wish, choices=choices, model=Path(plan.model_path) if plan.model_path else None)
+    model = Path(plan.model_path) if plan.model_path else None
+    return replace(wish, choices=choices, model=model, judge=plan.judge.requests > 0)
 
 
 def differences(plan: Plan, other: Plan) -> list[str]:
@@ -284,6 +295,8 @@ def differences(plan: Plan, other: Plan) -> list[str]:
         "door": "the door",
     }
     # Both places hold the one arm of a run without a comparison.
-    return list(dict.fromkeys(found)) + [
+    found = list(dict.fromkeys(found)) + [
         words for name, words in parts.items() if getattr(plan, name) != getattr(other, name)
     ]
+    judge = (plan.judge.requests, plan.judge.recogniser) != (other.judge.requests, other.judge.recogniser)
+    return [*found, "the recogniser"] if judge else found

@@ -70,7 +70,7 @@ def answer(session: str, cell: Cell, index: int, t0_ns: int, gap_us: int) -> Rec
         return record
     pcm = EventStamp(record.e2e_us + 20_000, 0, 0, 15360)
     changes = {"events": [*record.events, pcm], "e2e_us": pcm.t_us, "pcm_samples": 15360, "pcm_sha256": f"{index:064d}"}
-    return msgspec.structs.replace(record, **changes, audio_finish_reason="length")
+    return msgspec.structs.replace(record, **changes, audio_finish_reason="length", text=WORDS[index % len(WORDS)])
 
 
 def one_client(session: str, cell: Cell, gap_us: int) -> list[Record]:

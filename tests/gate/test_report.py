@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gate.record import Lag, Record, RunData, SessionInfo
+from gate.record import JudgePlan, Lag, Record, RunData, SessionInfo
 from gate.report import outliers, render_report, report_json
 from gate.verdict import compare
-from tests.gate.runs import A2T, SOURCE, T2S, T2T, WEIGHTS, make_run
+from tests.gate.runs import A2T, SOURCE, T2S, T2T, WEIGHTS, WORDS, make_run
 
 GOLDEN = Path(__file__).parent / "golden" / "report.md"
 STEADY = {"base": [2000, 2002, 1998], "head": [2001, 1999, 2000]}
@@ -26,7 +26,7 @@ changes = msgspec.structs.replace
 
 
 def planted_run() -> RunData:
-    """Head: decode 30 % slower, one flipped token, other words in two clips, one failed speech request; base: one slow boot."""
+    """Head: decode 30 % slower, a flipped token, other words in two clips, a mumbled and a failed answer; base: a slow boot."""
 
     def change(record: Record) -> Record:
         if record.warm:
@@ -37,6 +37,8 @@ def planted_run() -> RunData:
             return changes(record, token_ids=[*record.token_ids[:5], 7, *record.token_ids[6:]])
         if record.arm == "head" and record.cell == "A2T@1" and record.index in (0, 3):
             return changes(record, text="nobody <unk> | answered")
+        if record.arm == "head" and record.cell == "T2S@1" and record.index == 2:
+            return changes(record, pcm_sha256="f" * 64)
         if record.session == "03-head" and record.cell == "T2S@1" and record.index == 1:
             return changes(record, ok=False, error="HTTP 500: internal (speech): a|b", pcm_samples=0, pcm_sha256=None)
         return record
@@ -51,7 +53,11 @@ def planted_run() -> RunData:
         return changes(session, counters=counters, client_lag=lag)
 
     gaps = {"base": [2000, 2002, 2100], "head": [2600, 2604, 2597]}
-    return make_run(gaps, [T2T, T2T_4, A2T, T2S], change=change, info=info)
+    run = make_run(gaps, [T2T, T2T_4, A2T, T2S], change=change, info=info)
+    heard = {f"{index:064d}-24000": words for index, words in enumerate(WORDS)}
+    heard[f"{'f' * 64}-24000"] = "she walked seven miles"
+    plan = changes(run.plan, judge=JudgePlan(3, "Test ear 1.0"))
+    return changes(run, plan=plan, heard=heard)
 
 
 def _as_fast_as_base(record: Record) -> dict[str, object]:

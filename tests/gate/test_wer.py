@@ -99,19 +99,24 @@ def test_better_words_are_not_worse() -> None:
 
 def test_a_change_under_half_a_point_is_not_worse_however_sure() -> None:
     # 0.4 points on each of 20 speakers
-    sums = np.array([[10.0, 14.0, 1000.0]] * 20)
+    sums = np.array([[10.0, 1000.0, 14.0, 1000.0]] * 20)
 
     assert paired_interval(sums, 0) == (pytest.approx(0.4), pytest.approx(0.4), pytest.approx(0.4))
 
 
 def test_one_seed_gives_one_interval() -> None:
-    sums = np.array([[1.0, 4.0, 50.0], [3.0, 3.0, 60.0], [0.0, 2.0, 40.0]])
+    sums = np.array([[1.0, 50.0, 4.0, 50.0], [3.0, 60.0, 3.0, 60.0], [0.0, 40.0, 2.0, 40.0]])
 
     assert paired_interval(sums, 3) == paired_interval(sums, 3)
     change, low, high = paired_interval(sums, 3)
     assert change == pytest.approx(100 * 5 / 150)
     assert low == pytest.approx(0.0)
     assert high == pytest.approx(6.0)
+
+
+def test_each_arm_is_divided_by_its_own_words() -> None:
+    # 10 of 100 words wrong, then 20 of 400: better, though there are more errors
+    assert paired_interval(np.array([[10.0, 100.0, 20.0, 400.0]] * 3), 0) == (pytest.approx(-5.0),) * 3
 
 
 def test_a_cell_without_any_text_has_no_verdict() -> None:
