@@ -2,7 +2,7 @@
 
 Compiling holds the interpreter's lock, so threads would take turns. Each process captures its share of the buckets over a model
 of one layer, whose kernels are those of the whole. A mark in the cache says what was compiled there, so that a warm start
-costs nothing. Started as `python -m engine.precompile FOLDER SETTINGS SHARE SHARES`, or with `flash` for FlashInfer's own.
+costs nothing. Started as `python -m engine.precompile PARENT FOLDER SETTINGS SHARE SHARES`, or with `flash` for FlashInfer's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
+from typing import IO
 
 import msgspec
 
@@ -25,8 +30,12 @@ from engine.parent import die_with_parent
 log = logging.getLogger("walkgate.engine")
 
 MOST_PROCESSES = 8
+LONGEST_S = 300.0  # cold starts of an H200 took 45 s in all; what takes this long may hang
 FLASH = "flash"
 _KERNELS = Path(__file__).parent / "kernels"
+_KILL_S = 10.0  # what a killed process may take to give its GPU memory back
+_TAIL_BYTES, _MOST_LETTERS = 1 << 16, 200
+_POINTERS = re.compile(r"[\s^~]*")  # a line that only points at the one above
 
 
 def mark_name(folder: Path, settings: EngineSettings, about: tuple[str, ...]) -> str:
@@ -34,7 +43,7 @@ def mark_name(folder: Path, settings: EngineSettings, about: tuple[str, ...]) ->
     total = hashlib.sha256()
     for source in (_KERNELS, *([Path(settings.tiles)] if settings.tiles is not None else [])):
         for path in sorted(source.rglob("*")):
-            if path.suffix in (".py", ".json"):
+            if path.suffix in (".py", ".json") and path.is_file():
                 total.update(path.name.encode() + path.read_bytes())
     total.update((folder / "config.json").read_bytes())
     total.update(msgspec.json.encode(settings, order="deterministic"))
@@ -46,45 +55,119 @@ def prepare(folder: Path, settings: EngineSettings) -> None:
     """Compile what an engine with `settings` will run, unless the cache has it; returns when all but FlashInfer is there.
 
     FlashInfer's compiler takes longer than all of ours, and the engine waits for it where it needs it; the process that runs
-    it holds next to no GPU memory, and the others are over before weights are there. A process that fails costs time, not the
-    start: the engine compiles what it does not find.
+    it holds next to no GPU memory, and the others are over before weights are there. Nothing is raised: what fails costs time
+    and a warning, since the engine compiles what it does not find. FlashInfer's process dies with the thread that calls this.
     """
+    try:
+        _prepare(folder, settings)
+    except Exception as error:  # of what the engine can't do without it fails itself, and says so better
+        why = f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
+        log.warning("compiling kernels in several processes failed (%s); what is missing is compiled later", why)
+
+
+def _prepare(folder: Path, settings: EngineSettings) -> None:
     import torch
     import triton
 
     cache = Path(triton.knobs.cache.dir)
     mark = cache / mark_name(folder, settings, (torch.__version__, triton.__version__, torch.cuda.get_device_name()))
-    shares = min(MOST_PROCESSES, (os.cpu_count() or 1) - 1)
+    shares = min(MOST_PROCESSES, _cores() - 1)
     if mark.is_file() or shares < 2:
         return
-    log.info("compiling kernels in %d processes", shares)
-    with TemporaryDirectory(prefix="walkgate-") as place:
-        _start(folder, settings, [FLASH], Path(place) / f"{FLASH}.log")
-        errors = [Path(place) / f"{share}.log" for share in range(shares)]
-        started = [_start(folder, settings, [str(share), str(shares)], errors[share]) for share in range(shares)]
-        failed = [share for share in range(shares) if started[share].wait()]
-        if failed:
-            words = errors[failed[0]].read_text(errors="replace").strip().splitlines() or ["no message"]
-            log.warning(
-                "%d of %d processes that compile kernels failed (%s); what is missing is compiled later",
-                len(failed),
-                shares,
-                words[-1],
-            )
-            return
     cache.mkdir(parents=True, exist_ok=True)
+    log.info("compiling kernels in %d processes", shares)
+    flash = _start(folder, settings, [FLASH])
+    threading.Thread(target=_tell_of_flash, args=(flash,), daemon=True).start()
+    failures = _compile(folder, settings, shares)
+    if failures:
+        log.warning(
+            "%d of %d processes that compile kernels failed (%s); what is missing is compiled later",
+            len(failures),
+            shares,
+            failures[0],
+        )
+        return
     mark.touch()
 
 
-def _start(folder: Path, settings: EngineSettings, what: Sequence[str], errors: Path) -> subprocess.Popen[bytes]:
-    words = [str(folder), msgspec.json.encode(settings).decode(), *what]
-    with errors.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "engine.precompile", *words],
-            env=child_environment(Path(__file__).resolve().parent.parent),
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-        )
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A process that compiles, and the file without a name that it writes its errors to."""
+
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+    def failure(self) -> str | None:
+        """Why the process failed, in one short line, once it has ended; None if it did not."""
+        code = self.process.returncode
+        if code == 0:
+            return None
+        words = self._last_line()[:_MOST_LETTERS]
+        if code > 0:
+            return words or f"exit code {code}"
+        return f"ended by signal {-code}" + (f": {words}" if words else "")
+
+    def _last_line(self) -> str:
+        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if not _POINTERS.fullmatch(line)), "")
+
+
+def _start(folder: Path, settings: EngineSettings, what: Sequence[str]) -> _Child:
+    words = [str(os.getpid()), str(folder), msgspec.json.encode(settings).decode(), *what]
+    errors = TemporaryFile()  # noqa: SIM115 - read once the process has ended
+    # -P keeps the working folder off the child's path: a folder called engine/ there must not be imported.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine.precompile", *words],
+        env=child_environment(Path(__file__).resolve().parent.parent),
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+    )
+    return _Child(process, errors)
+
+
+@contextmanager
+def _running(folder: Path, settings: EngineSettings, what: Sequence[str]) -> Iterator[_Child]:
+    """A process that compiles and is over when the context is."""
+    child = _start(folder, settings, what)
+    try:
+        yield child
+    finally:
+        child.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(_KILL_S)
+
+
+def _compile(folder: Path, settings: EngineSettings, shares: int) -> list[str]:
+    """Run all shares to their ends, for LONGEST_S seconds at the most, and say of each that failed why."""
+    with ExitStack() as stack:
+        asked = ([str(share), str(shares)] for share in range(shares))
+        return _ended([stack.enter_context(_running(folder, settings, what)) for what in asked])
+
+
+def _ended(children: Sequence[_Child]) -> list[str]:
+    """Wait for the children and say of each that failed, or that takes too long, why."""
+    until, failures = time.monotonic() + LONGEST_S, list[str | None]()
+    for child in children:
+        try:
+            child.process.wait(max(0.0, until - time.monotonic()))
+            failures.append(child.failure())
+        except subprocess.TimeoutExpired:
+            failures.append(f"took more than {LONGEST_S:g} s")
+    return [failure for failure in failures if failure is not None]
+
+
+def _tell_of_flash(child: _Child) -> None:
+    """Wait for FlashInfer's process and warn if it failed."""
+    child.process.wait()
+    failure = child.failure()
+    if failure is not None:
+        log.warning("the process that compiles FlashInfer's attention failed (%s); the engine tries again", failure)
 
 
 def compile_share(folder: Path, settings: EngineSettings, share: int, shares: int) -> None:
@@ -141,9 +224,9 @@ def compile_flash(folder: Path, settings: EngineSettings) -> None:
     flash.run(torch.zeros(1, part.heads, part.head_dim, dtype=dtype, device=device), cache, cache)
 
 
-def main(folder: str, settings_json: str, *what: str) -> None:
-    """Compile share number `what[0]` of `what[1]`, or FlashInfer's attention (no tensors in)."""
-    die_with_parent()
+def main(parent: str, folder: str, settings_json: str, *what: str) -> None:
+    """Compile share number `what[0]` of `what[1]`, or FlashInfer's attention, for the process `parent`."""
+    die_with_parent(int(parent))
     settings = msgspec.json.decode(settings_json, type=EngineSettings)
     if what == (FLASH,):
         compile_flash(Path(folder), settings)

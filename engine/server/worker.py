@@ -156,9 +156,9 @@ class Worker:
         self.socket.send(msgspec.msgpack.encode(news))
 
 
-def _tie_to_parent() -> None:
-    """End with the front, and leave signals to it."""
-    die_with_parent()
+def _tie_to_parent(parent: int) -> None:
+    """End with the front (process id `parent`), and leave signals to it."""
+    die_with_parent(parent)
     # A terminal sends these to both processes; the front decides and says Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -245,7 +245,7 @@ def main(address: str, parent: str, model_folder: str, settings_json: str) -> in
     began = time.perf_counter()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     log.setLevel(logging.INFO)
-    _tie_to_parent()
+    _tie_to_parent(int(parent))
     socket = _connect(address)
     try:
         settings = msgspec.json.decode(settings_json, type=EngineSettings)

@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.parent import die_with_parent
+
 MANIFEST = "manifest.jsonl"
-# The most that a machine lent for training hands back in one file.
+# Files of this size are easily moved between machines.
 MOST_BYTES = 16_000_000
 
 Entry = TypeVar("Entry")
@@ -65,12 +67,16 @@ def make(
     workers: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Call `job(folder, name, *arguments)` in a pool of processes for each of `shards` that has no list yet."""
+    """Call `job(folder, name, *arguments)` in a pool of processes for each of `shards` that has no list yet.
+
+    The processes end with this one, however it ends.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     waiting = {name: arguments for name, arguments in shards.items() if not list_of(folder, name).exists()}
     tell(f"{folder.name}: {len(shards)} shards, {len(waiting)} of them to make")
     # Spawned, since the caller may hold a CUDA context or threads, which a fork would break.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
         jobs = [pool.submit(job, folder, name, *arguments) for name, arguments in waiting.items()]
         try:
             for done, finished in enumerate(as_completed(jobs), 1):

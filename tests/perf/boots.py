@@ -1,7 +1,7 @@
 """Whether two boots answer alike, alone and in company, with --batch-invariant and without, and what that costs.
 
 `python -m tests.perf.boots --out FOLDER` boots an engine in two processes, one after the other, and writes boots.md and
-boots.json there. It ends with 1 when tokens differ that may not.
+boots.json there. It ends with 1 when tokens differ that may not, with 64 on wrong usage, with 69 without a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+from tests.perf.usage import DEVICES, Parser, checkpoint, folder_to_write, require_gpu, require_torch
+
+# Before the imports that fail without it.
+if __name__ == "__main__":
+    require_torch("boots")
 
 from tests.perf.in_process import Answers, Load, answers, engine_settings, equal, load, random_prompts
 from tests.perf.in_process import running as engine_of
@@ -107,12 +113,15 @@ def _child(words: Sequence[str], path: Path) -> dict[str, Answers]:
 
 def main() -> int:
     """Run both boots, or with --boot one of them; 1 when tokens differ that may not, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--model", type=Path, help="a checkpoint folder; absent: the released shapes, weights drawn")
-    parser.add_argument("--device", default="cuda")
+    parser = Parser("boots", __doc__)
+    parser.add_argument("--out", type=folder_to_write, default=Path("."))
+    parser.add_argument(
+        "--model", type=checkpoint, help="a checkpoint folder; absent: the released shapes, weights drawn"
+    )
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--boot", type=Path, help=argparse.SUPPRESS)
     wish, asked = parser.parse_args(), Load()
+    require_gpu("boots", wish.device)
     if wish.boot is not None:
         found = {mode: asdict(one) for mode, one in boot(wish.model, wish.device, asked).items()}
         wish.boot.write_text(json.dumps(found), encoding="utf-8")

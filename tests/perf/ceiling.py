@@ -1,11 +1,20 @@
 """The read-only ceiling of a card: how many bytes a second a kernel reads that does nothing else.
 
 `python -m tests.perf.ceiling` prints it as one JSON object; in a process of its own, so that no memory stays taken.
+It ends with 64 on wrong usage, with 69 without a GPU.
 """
 
 from __future__ import annotations
 
 import json
+
+from tests.perf.usage import Parser, require_gpu, require_torch
+
+# Before the imports that fail without them.
+if __name__ == "__main__":
+    Parser("ceiling", __doc__).parse_args()
+    require_torch("ceiling")
+    require_gpu("ceiling", "cuda")
 
 import torch
 import triton

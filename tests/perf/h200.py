@@ -1,7 +1,8 @@
 """The benchmark of the engine on a GPU, through HTTP: `gate run` over the sets of cells, beside floors, targets and memory.
 
 `python -m tests.perf.h200 --out FOLDER` measures the card's read-only ceiling, runs each set into a folder of its own there,
-and writes benchmark.md and benchmark.json from what the runs left. It ends with 1 when a run failed, with 64 on wrong usage.
+and writes benchmark.md and benchmark.json from what the runs left. It ends with 1 when a run failed, with 64 on wrong usage,
+with 69 without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
+
+from tests.perf.usage import DEVICES, Parser, checkpoint, count, folder_to_write, require_gpu, require_torch, seconds
+
+# Before the imports that fail without it.
+if __name__ == "__main__":
+    require_torch("h200")
 
 from engine.model.config import OmniConfig
 from engine.model.released import write_released
@@ -64,7 +70,6 @@ CACHES = {
 }
 STEPS = ("steps_captured", "prompt_steps_captured", "steps_eager")
 PAGE, VALUES = "benchmark.md", "benchmark.json"
-EXIT_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,53 +442,57 @@ def write(out: Path, bench: Bench) -> None:
     (out / VALUES).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
 
 
-def earlier(out: Path, sets: Iterable[str]) -> Path | None:
-    """What an earlier benchmark left in a folder, which is not to be mixed with another one's; None if there is nothing."""
-    return next((out / name for name in (*sets, PAGE, VALUES) if (out / name).exists()), None)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the process with the exit code of wrong usage."""
-        self.exit(EXIT_USAGE, f"h200: {message}\n")
+def earlier(out: Path, sets: Iterable[str]) -> list[str]:
+    """The names of what an earlier benchmark left in a folder, which is not to be mixed with another one's."""
+    return [name for name in (*sets, PAGE, VALUES) if (out / name).exists()]
 
 
 def parser() -> Parser:
     """The command line."""
-    found = Parser(description=__doc__)
-    found.add_argument("--out", type=Path, required=True, help="a folder without earlier runs in it")
+    found = Parser("h200", __doc__)
+    found.add_argument("--out", type=folder_to_write, required=True, help="a folder without earlier runs in it")
     found.add_argument("--sets", default=",".join(SETS), help="sets of workloads/cells.toml")
     found.add_argument("--cells", default="", help="only these of their cells")
     found.add_argument(
-        "--sessions", type=int, default=2, help="server boots a set; the very first compiles its kernels"
+        "--sessions", type=count, default=2, help="server boots a set; the very first compiles its kernels"
     )
-    found.add_argument("--librispeech", help="a folder in LibriSpeech's layout, or hub, for the audio sets")
     found.add_argument(
-        "--stop-after", type=_seconds, default=float("inf"), help="seconds; ends at the boundary of a cell"
+        "--librispeech", type=_librispeech, help="a folder in LibriSpeech's layout, or hub, for the audio sets"
     )
-    found.add_argument("--model", default=MODEL, help="a name that `omni serve` knows, or a checkpoint folder")
+    found.add_argument(
+        "--stop-after", type=seconds, default=float("inf"), help="seconds; ends at the boundary of a cell"
+    )
+    found.add_argument(
+        "--model", type=_model, default=MODEL, help="a name that `omni serve` knows, or a checkpoint folder"
+    )
     found.add_argument("--args", default="--load-format dummy", help="more arguments of the server")
-    found.add_argument("--device", default="cuda")
+    found.add_argument("--device", choices=DEVICES, default="cuda")
     found.add_argument(
-        "--caches", type=Path, help="a folder for compiled kernels; absent: a new one, so that boot 1 is cold"
+        "--caches",
+        type=folder_to_write,
+        help="a folder for compiled kernels; absent: a new one, so that boot 1 is cold",
     )
     found.add_argument("--workloads", type=Path, help="a folder with cells.toml; absent: the repository's")
-    found.add_argument("--boot-timeout", type=float, default=400.0)
+    found.add_argument("--boot-timeout", type=seconds, default=400.0)
     return found
 
 
-def _seconds(text: str) -> float:
-    return float(text.removesuffix("s"))
+def _librispeech(text: str) -> str:
+    if text == "hub":
+        return text
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder; name one in LibriSpeech's layout, or hub")
+    return str(Path(text).resolve())
+
+
+def _model(text: str) -> str:
+    return text if text == MODEL else str(checkpoint(text).resolve())
 
 
 def main() -> int:
     """Run the benchmark, print its page, and return 1 when something failed."""
     asked = parser().parse_args()
     asked.out = asked.out.resolve()
-    if asked.librispeech not in (None, "hub"):
-        asked.librispeech = str(Path(asked.librispeech).resolve())
     try:
         sets = chosen(asked)
     except ValueError as error:
@@ -491,7 +500,11 @@ def main() -> int:
     if not asked.librispeech and any(name.endswith("audio") for name in sets):
         parser().error("the audio set needs --librispeech PATH, or hub; --sets h200 leaves it out")
     if found := earlier(asked.out, sets):
-        parser().error(f"--out: {found} is of an earlier benchmark; name a folder without runs")
+        names = ", ".join(found)
+        parser().error(
+            f"--out: {asked.out} holds an earlier benchmark ({names}); remove these to run it again, or name another folder"
+        )
+    require_gpu("h200", asked.device)
     bench = benchmark(asked)
     write(asked.out, bench)
     print(markdown(bench))

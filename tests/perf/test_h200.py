@@ -215,7 +215,7 @@ def test_each_set_runs_its_own_of_the_cells_that_are_asked_for():
 
 def test_a_servers_packages_caches_and_time_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", "packages")
-    asked = h200.parser().parse_args(["--out", "x", "--librispeech", "L"])
+    asked = h200.parser().parse_args(["--out", "x", "--librispeech", "hub"])
     words = h200.gate_words(asked, "h200", ["T2T@1"], Path("x/h200"), Path("/c"), 90.4)
     assert words[1:6] == ["-m", "gate", "run", ".", "--set"] and "--librispeech" not in words
     assert {f"PYTHONPATH={Path('packages').resolve()}", "TRITON_CACHE_DIR=/c/triton", "90s"} <= set(words)
@@ -236,11 +236,26 @@ def test_a_folder_with_an_earlier_benchmark_is_refused_before_anything_is_measur
 
     for name in ("benchmark.md", "benchmark.json", "h200"):
         (tmp_path / name).mkdir()
-        assert refusal() == f"h200: --out: {tmp_path / name} is of an earlier benchmark; name a folder without runs\n"
+        assert refusal() == (
+            f"h200: --out: {tmp_path} holds an earlier benchmark ({name}); remove these to run it again, "
+            "or name another folder\n"
+        )
         (tmp_path / name).rmdir()
     # What ablate.py and boots.py write is no run.
     (tmp_path / "ablation.md").touch()
-    assert h200.earlier(tmp_path, ["h200"]) is None
+    assert h200.earlier(tmp_path, ["h200"]) == []
+
+
+def test_a_benchmark_that_failed_can_be_run_again_once_what_the_refusal_names_is_gone(tmp_path: Path):
+    bench = Bench(None, "a CPU", problems=["gate run of small ended with 3"])
+    h200.write(tmp_path, bench)
+    (tmp_path / "small").mkdir()
+    found = h200.earlier(tmp_path, ["small", "other"])
+    assert found == ["small", "benchmark.md", "benchmark.json"]
+    (tmp_path / found[0]).rmdir()
+    for name in found[1:]:
+        (tmp_path / name).unlink()
+    assert h200.earlier(tmp_path, ["small", "other"]) == []
 
 
 @pytest.mark.parametrize(
@@ -248,7 +263,10 @@ def test_a_folder_with_an_earlier_benchmark_is_refused_before_anything_is_measur
     [
         (("--sets", "x"), "h200: --sets: there is no 'x'; "),
         (("--cells", "A2T@1"), "h200: the audio set needs --librispeech PATH, or hub; --sets h200 leaves it out\n"),
-        (("--sessions", "two"), "h200: argument --sessions: invalid int value: 'two'\n"),
+        (("--sessions", "two"), "h200: argument --sessions: 'two' is no whole number from 1 on\n"),
+        (("--librispeech", "/none"), "h200: argument --librispeech: '/none' is no folder; name one in "),
+        (("--model", "/none"), "h200: argument --model: '/none' has no config.json; name a checkpoint folder\n"),
+        (("--workloads", "/none"), "h200: /none/cells.toml cannot be read (No such file or directory); "),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_64(

@@ -1,0 +1,58 @@
+"""Processes that make shards: what is there stays, and none outlives the one that started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.config import child_environment
+from engine.tiny import shards
+from tests.shared import REPOSITORY
+
+ENDLESS = """
+import time
+from pathlib import Path
+from engine.tiny import shards
+
+def sleep(folder, name):
+    print("began", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    shards.make(Path("made"), sleep, {"a": ()}, 1, lambda text: None)
+"""
+
+
+def write(folder: Path, name: str, value: int) -> None:
+    shards.write_list(shards.list_of(folder, name), [value, *shards.save(folder, name, [np.full(3, value)])])
+
+
+def test_each_shard_without_a_list_is_made_and_the_others_stay(tmp_path: Path):
+    shards.write_list(shards.list_of(tmp_path, "b"), [7])
+    told: list[str] = []
+    shards.make(tmp_path, write, {"a": (1,), "b": (2,), "c": (3,)}, 2, told.append)
+    assert [shards.read_list(shards.list_of(tmp_path, name), int) for name in "abc"] == [[1, 0], [7], [3, 0]]
+    assert shards.read(tmp_path, "c.npy", 1, 2).tolist() == [3, 3]
+    assert told[0].endswith("3 shards, 2 of them to make") and len(told) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_a_process_at_work_ends_when_the_one_that_started_it_is_killed(tmp_path: Path):
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    # Whoever lives on holds the pipe open.
+    with subprocess.Popen(
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env=child_environment(REPOSITORY),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "began\n"
+        process.kill()
+        assert process.communicate(timeout=20)[0] == ""
