@@ -79,6 +79,20 @@ def _writable_folder(name: str) -> Path:
     return folder
 
 
+def _folder_to_make(name: str) -> Path:
+    """The folder called `name`, there or not. Without a name a path would be the working folder, which nobody asked for."""
+    if not name:
+        raise typer.BadParameter("the name is empty; name a folder")
+    folder = Path(name)
+    try:
+        taken = folder.exists() and not folder.is_dir()
+    except OSError as error:
+        raise typer.BadParameter(f"{name}: {error.strerror}; name another folder") from None
+    if taken:
+        raise typer.BadParameter(f"{name} is not a folder; name another")
+    return folder
+
+
 tiny_app = typer.Typer(rich_markup_mode="rich")
 app.add_typer(tiny_app, name="tiny")
 
@@ -214,17 +228,27 @@ def serve(
 )
 def tiny(
     context: typer.Context,
-    out: Annotated[Path | None, typer.Option(help="The folder to make; it must not hold anything yet.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Other seeds give other weights.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_folder_to_make, metavar="DIRECTORY", help="The folder to make; it must not hold anything yet."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Other seeds give other weights. (default: 0)")] = None,
 ) -> None:
     """Make the small checkpoint: the released layout in every file, random weights, the same bytes on every machine."""
-    if context.invoked_subcommand is not None:
+    if (command := context.invoked_subcommand) is not None:
+        for flag, value in {"--out": out, "--seed": seed}.items():
+            if value is not None:
+                raise SettingError(
+                    f"{flag} {value} stands before {command}, which does not read it; write it after {command}"
+                )
         return
     if out is None:
         raise SettingError("--out is missing: name the folder to make")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and any(out.iterdir()):
         raise SettingError(f"--out {out} exists and is not an empty folder; name another")
-    _make_tiny(out, seed)
+    _make_tiny(out, seed or 0)
     typer.echo(f"made {out}")
 
 
@@ -233,11 +257,18 @@ def tiny(
     "[b]omni tiny train --out runs/tiny --minutes 8[/b] (again, to go on)"
 )
 def train(
-    out: Annotated[Path, typer.Option(help="The folder of all stages; one that holds some goes on with the rest.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            parser=_folder_to_make,
+            metavar="DIRECTORY",
+            help="The folder of all stages; one that holds some goes on with the rest.",
+        ),
+    ],
     plan: Annotated[
         str, typer.Option(help="h200: an hour on one GPU; small: a minute on a laptop, learns nothing.")
     ] = "h200",
-    only: Annotated[str, typer.Option(help="Only these stages, comma-separated.")] = "",
+    only: Annotated[str | None, typer.Option(help="Only these stages, comma-separated. (default: all)")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop after so long, to go on another time.")] = None,
     librispeech: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A folder with LibriSpeech's reference texts.")
@@ -250,12 +281,8 @@ def train(
     plans = {"h200": stages.Plan.h200, "small": stages.Plan.small}
     if plan not in plans:
         raise SettingError(f"--plan must be one of {', '.join(plans)}, is {plan!r}")
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    try:
-        over = stages.run(out, plans[plan](librispeech, seed), names, minutes, typer.echo)
-    except ValueError as error:
-        raise SettingError(f"--only: {error}" if names else str(error)) from None
-    if not over:
+    names = [] if only is None else [name.strip() for name in only.split(",")]
+    if not stages.run(out, plans[plan](librispeech, seed), names, minutes, typer.echo):
         typer.echo("time ran out; the same command goes on")
         raise typer.Exit(2)
 
@@ -263,7 +290,12 @@ def train(
 @tiny_app.command(epilog="Example:  [b]omni tiny score runs/tiny/export/omni-tiny --out runs/scores[/b]")
 def score(
     folder: Annotated[Path, typer.Argument(help="The folder of a trained model.")],
-    out: Annotated[Path, typer.Option(help="The folder for scores, answers and what was said.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            parser=_folder_to_make, metavar="DIRECTORY", help="The folder for scores, answers and what was said."
+        ),
+    ],
     librispeech: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A folder with LibriSpeech's reference texts.")
     ] = None,
@@ -271,11 +303,10 @@ def score(
 ) -> None:
     """Score a small speaking model: what it hears, answers and says, on texts that training never saw."""
     from engine.tiny import score as scoring
+    from engine.tiny import workdir
 
-    try:
+    with workdir.told("score", out):
         scoring.score(folder, out, librispeech=librispeech, device=device, tell=typer.echo)
-    except ValueError as error:
-        raise SettingError(str(error)) from None
 
 
 @app.command(epilog="Examples:  [b]omni info[/b]  ·  [b]omni info /models/Qwen3-Omni --device cuda --json[/b]")

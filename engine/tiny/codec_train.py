@@ -16,18 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.model.config import Code2WavConfig
-from engine.tiny import shards, speech
+from engine.tiny import shards, speech, workdir
 from engine.tiny.codec import MEL_BINS, MEL_HOP, MEL_WINDOW, QUIET, Codec, LogMel, magnitudes
 from engine.tiny.voices import MAIN_VOICE
 
@@ -315,22 +314,22 @@ class Trainer:
                 path.unlink()
 
     def resume(self, folder: Path) -> bool:
-        """Take the newest state in `folder` up; False when there is none. ValueError when it is of other shapes."""
+        """Take the newest state in `folder` up; False when there is none.
+
+        ValueError when a file of it is missing, damaged or of other shapes.
+        """
         # The weights are written last, so where they are the moments are too.
-        found = sorted(folder.glob("codec-*.safetensors"), key=_step_of)
-        if not found:
+        path = _newest(folder)
+        if path is None:
             return False
-        weights, note = _read(found[-1])
-        moments, _ = _read(found[-1].with_name(found[-1].name.replace("codec", "moments")))
-        try:
+        weights, self.progress = _read(path)
+        moments, _ = _read(path.with_name(path.name.replace("codec", "moments")))
+        with _of_this_model(path):
             self.codec.load_state_dict(_under("codec", weights))
             self.average.load_state_dict(_under("average", weights), strict=False)
             self.critics.load_state_dict(_under("critics.weight", moments))
-        except RuntimeError as error:
-            raise ValueError(f"{found[-1]} is of another model: {error}; train into an empty folder") from None
         _restore(self.optimizer, _under("codec.moment", moments))
         _restore(self.critics_optimizer, _under("critics.moment", moments))
-        self.progress.step, self.progress.seconds = int(note["step"]), float(note["seconds"])
         return True
 
 
@@ -378,18 +377,56 @@ def _step_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and notes of a file."""
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+def _newest(folder: Path) -> Path | None:
+    """The weights of the newest state."""
+    return max(folder.glob("codec-*.safetensors"), key=_step_of, default=None)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], _Progress]:
+    """Tensors of a file of a state, and how far that was; ValueError where it is missing or damaged."""
+    way_out = f"fetch it again, or delete all of step {_step_of(path)} in {path.parent} to begin from nothing"
+    try:
+        with safe_open(path, framework="pt") as file:
+            note = file.metadata()
+            return {name: file.get_tensor(name) for name in file.keys()}, _Progress(  # noqa: SIM118
+                int(note["step"]), float(note["seconds"])
+            )
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; {way_out}") from None
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {way_out}") from None
+
+
+@contextmanager
+def _of_this_model(path: Path) -> Iterator[None]:
+    """Say of tensors that don't fit that `path` is of another model."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(f"{path} is of another model: {error}; train into an empty folder") from None
 
 
 def load(folder: Path, config: Code2WavConfig, width: int = DEFAULTS.width) -> Codec:
-    """Return the averaged codec of the newest state in `folder`, on the CPU; ValueError when there is none."""
-    trainer = Trainer(Codec(config, width), Settings(width=width), torch.device("cpu"))
-    if not trainer.resume(folder):
+    """Return the averaged codec of the newest state in `folder`, on the CPU.
+
+    It needs no moments, which are for going on with training. ValueError when there is no state, or one that is damaged or of
+    other shapes.
+    """
+    path = _newest(folder)
+    if path is None:
         raise ValueError(f"{folder} holds no codec-*.safetensors; train into it first")
-    return trainer.average.eval()
+    tensors, _ = _read(path)
+    codec = Codec(config, width)
+    with _of_this_model(path):
+        # Counts and sums have no average.
+        codec.load_state_dict(_under("codec", tensors) | _under("average", tensors))
+    return codec.requires_grad_(False).eval()
+
+
+def seconds(folder: Path) -> float:
+    """For how long the newest state in `folder` was trained; 0 without one. ValueError when it is damaged."""
+    path = _newest(folder)
+    return 0.0 if path is None else _read(path)[1].seconds
 
 
 @torch.no_grad()
@@ -432,7 +469,8 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     pool, judged = Pool(waves, place), Pool(held_out, place) if held_out else None
     end = min(minutes * 60.0, trainer.progress.seconds + (minutes if sitting is None else sitting) * 60.0)
-    with (out / "log.jsonl").open("a", encoding="utf-8") as log, _fast_steps():
+    log = out / "log.jsonl"
+    with _fast_steps():
         while trainer.progress.seconds < end:
             _until_saved(trainer, pool, minutes * 60.0, end, log)
             trainer.save(out)
@@ -455,7 +493,7 @@ def _fast_steps() -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
-def _until_saved(trainer: Trainer, pool: Pool, whole: float, end: float, log: TextIO) -> None:
+def _until_saved(trainer: Trainer, pool: Pool, whole: float, end: float, log: Path) -> None:
     """Train until the next state is due, or until second `end` of the `whole` run's."""
     settings, progress = trainer.settings, trainer.progress
     before, began = progress.seconds, time.monotonic()
@@ -468,7 +506,7 @@ def _until_saved(trainer: Trainer, pool: Pool, whole: float, end: float, log: Te
             _write(log, trainer, {name: float(value) for name, value in losses.items()})
 
 
-def _write(log: TextIO, trainer: Trainer, values: dict[str, float]) -> None:
+def _write(log: Path, trainer: Trainer, values: dict[str, float]) -> None:
     broken = [name for name, value in values.items() if not math.isfinite(value)]
     if broken:
         raise ValueError(f"{', '.join(broken)} is no number at step {trainer.progress.step}; lower Settings.rate")
@@ -476,5 +514,4 @@ def _write(log: TextIO, trainer: Trainer, values: dict[str, float]) -> None:
     shares = counts / counts.sum(1, keepdim=True)
     used = float(torch.special.entr(shares).sum(1).exp().mean())
     line = {"step": trainer.progress.step, "seconds": round(trainer.progress.seconds, 1), "codes_used": used, **values}
-    log.write(json.dumps({name: round(value, 5) for name, value in line.items()}) + "\n")
-    log.flush()
+    workdir.append(log, json.dumps({name: round(value, 5) for name, value in line.items()}).encode())

@@ -11,11 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from engine.tiny import workdir
 
 SHARD_BYTES = 15_000_000
 # Vectors, embeddings and heads are not pulled towards zero: rare ids would fade.
@@ -74,7 +79,10 @@ class Training:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Move `module` to `device` and resume from `folder` if it holds a state; `clock` counts seconds."""
+        """Move `module` to `device` and resume from `folder` if it holds a state; `clock` counts seconds.
+
+        ValueError for a state that is damaged or of another module.
+        """
         self.module, self.settings, self.folder, self.device = module.to(device), settings, folder, device
         self._clock = clock
         self._learned = {name: value for name, value in module.named_parameters() if value.requires_grad}
@@ -144,8 +152,7 @@ class Training:
     def _log(self, moment: Moment, values: Mapping[str, Tensor]) -> None:
         line = {name: round(float(value.detach()), 5) for name, value in values.items()}
         head = {"step": self.step, "seconds": round(self.seconds, 2), "rate": round(rate(self.settings, moment), 7)}
-        with (self.folder / "curve.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(head | line) + "\n")
+        workdir.append(self.folder / "curve.jsonl", json.dumps(head | line).encode())
         if not math.isfinite(line["loss"]):
             raise FloatingPointError(
                 f"training diverged before step {self.step}: lower the peak rate, or resume earlier"
@@ -166,10 +173,11 @@ class Training:
         part = self.folder / "state.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        for index, shard in enumerate(shards(held, SHARD_BYTES)):
+        files = list(shards(held, SHARD_BYTES))
+        for index, shard in enumerate(files):
             save_file({name: value.cpu().contiguous() for name, value in shard.items()}, part / f"{index}.safetensors")
-        meta = {"step": self.step, "seconds": self.seconds}
-        (part / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
+        meta = _Meta(self.step, self.seconds, len(files))
+        (part / "meta.json").write_bytes(msgspec.json.encode(meta) + b"\n")
         before = [path for path in self.folder.glob("state-*") if path != target]
         shutil.rmtree(target, ignore_errors=True)
         os.replace(part, target)
@@ -177,27 +185,80 @@ class Training:
             shutil.rmtree(path)
 
     def _resume(self, state: Path) -> None:
-        meta = json.loads((state / "meta.json").read_text(encoding="utf-8"))
-        self.step, self.seconds = int(meta["step"]), float(meta["seconds"])
-        held: dict[str, Tensor] = {}
-        for path in sorted(state.glob("*.safetensors")):
-            held |= load_file(path)
+        meta, held = _read(state)
+        self.step, self.seconds = meta.step, meta.seconds
         with torch.no_grad():
             for name, value in self._learned.items():
-                value.copy_(held[f"weight.{name}"])
-                self._average[name].copy_(held[f"average.{name}"])
+                value.copy_(_taken(held, f"weight.{name}", value, state))
+                self._average[name].copy_(_taken(held, f"average.{name}", value, state))
                 if f"exp_avg.{name}" in held:
                     self._optimizer.state[value] = {
                         # The fused optimizer keeps its count on the device, the plain one on the host.
                         "step": torch.tensor(float(self.step), device=self.device),
                         **{
-                            key: held[f"{key}.{name}"].to(self.device, value.dtype) for key in ("exp_avg", "exp_avg_sq")
+                            key: _taken(held, f"{key}.{name}", value, state).to(self.device, value.dtype)
+                            for key in ("exp_avg", "exp_avg_sq")
                         },
                     }
 
 
+class _Meta(msgspec.Struct, frozen=True):
+    """How far a state is, and how many shards it has; older states don't say how many."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    files: int | None = None
+
+
+def averaged(module: nn.Module, folder: Path) -> nn.Module:
+    """Give `module` the averaged weights of the newest state in `folder`, ready to evaluate; tensors as in the module.
+
+    ValueError where there is no state, or one that is damaged or of another module.
+    """
+    if (state := _latest(folder)) is None:
+        raise ValueError(f"{folder} holds no state-*; train into it first")
+    _, held = _read(state)
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if value.requires_grad:
+                value.copy_(_taken(held, f"average.{name}", value, state))
+    return module.eval()
+
+
 def _latest(folder: Path) -> Path | None:
     return max(folder.glob("state-*"), default=None)
+
+
+def _read(state: Path) -> tuple[_Meta, dict[str, Tensor]]:
+    """What a state says of itself, and its tensors; ValueError names a file that is missing or damaged."""
+    path, held = state / "meta.json", dict[str, Tensor]()
+    try:
+        meta = msgspec.json.decode(path.read_bytes(), type=_Meta)
+        count = len(list(state.glob("*.safetensors"))) if meta.files is None else meta.files
+        for index in range(count):
+            path = state / f"{index}.safetensors"
+            held |= load_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; {_way_out(state)}") from None
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {_way_out(state)}") from None
+    return meta, held
+
+
+def _taken(held: Mapping[str, Tensor], name: str, like: Tensor, state: Path) -> Tensor:
+    """The tensor `name` of a state, of the shape of `like`."""
+    if name not in held:
+        raise ValueError(f"{state} has no {name}; {_way_out(state)}")
+    if held[name].shape != like.shape:
+        raise ValueError(
+            f"{state} is of another model: {name} is {list(held[name].shape)}, must be {list(like.shape)}; "
+            f"train into another folder"
+        )
+    return held[name]
+
+
+def _way_out(state: Path) -> str:
+    return f"fetch it again, or delete {state} to go on from the state before it, and without one from nothing"
 
 
 def shards(held: Mapping[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:

@@ -26,14 +26,14 @@ import msgspec
 import numpy as np
 import soundfile
 
-from engine.config import EngineSettings
+from engine.config import EngineSettings, SettingError
 from engine.engine import Engine, kernel_options
 from engine.errors import CheckpointError
 from engine.model.omni import load_model
 from engine.model.processor import Inputs, Processor
 from engine.request import Event, Request, Sampling, Speech
 from engine.stop import STOP
-from engine.tiny import judge, shards, tasks, voices
+from engine.tiny import judge, shards, tasks, voices, workdir
 from engine.tiny.judge import error_rate, normalised
 from engine.tiny.tasks import Example
 from engine.tiny.text import references, sentence_case, sentences, unheard_texts, words
@@ -158,6 +158,9 @@ def score(
     """
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         raise ValueError(f"the score needs the voice {MAIN_VOICE}: {reason}")
+    workdir.make(out)
+    if librispeech is not None:
+        check_references(librispeech)
     served = Served(folder, device)
     asked, skipped = wanted(sizes, librispeech, seed)
     tell(f"score: {len(asked)} requests")
@@ -165,7 +168,6 @@ def score(
     natural = dict(zip(said, _said(said, MAIN_VOICE), strict=True))
     seconds = [len(natural[one.example.answer]) / SAMPLE_RATE if one.aloud else 0.0 for one in asked]
     answers = served.answers(asked, seconds)
-    out.mkdir(parents=True, exist_ok=True)
     rows = [_row(out, place, *found) for place, found in enumerate(zip(asked, answers, seconds, strict=True))]
     if (reason := judge.missing()) is not None:
         skipped[HEARD_WER] = reason
@@ -179,6 +181,13 @@ def score(
     for line in table(scores):
         tell(line)
     return scores
+
+
+def check_references(librispeech: Path) -> None:
+    """SettingError unless both files of reference texts lie in the folder `librispeech`."""
+    for name in (TRAINED_REFERENCES, UNHEARD_REFERENCES):
+        if not (librispeech / name).is_file():
+            raise SettingError(f"--librispeech {librispeech} has no file {name}; name the folder that has it")
 
 
 def wanted(sizes: Sizes, librispeech: Path | None, seed: int) -> tuple[list[Asked], dict[str, str]]:

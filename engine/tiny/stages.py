@@ -14,7 +14,8 @@
 
 A file `done` in a folder says that its stage is over; such a stage is skipped, and one without it goes on where it stands. So
 stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly made anew, the others are
-small. No file is larger than 16 MB.
+small. No file is larger than 16 MB. What decides data and training is kept in plan.json, and a run that asks for something else
+is refused. Processes may share the folder as long as each works on a stage of its own.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from engine.config import SettingError
 from engine.model.chat import ChatTemplate, load_tokenizer
 from engine.model.config import Code2WavConfig, OmniConfig, TalkerConfig
 from engine.model.positions import audio_tokens
 from engine.model.tiny import tokenizer_config, write_texts
-from engine.tiny import card, codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices
+from engine.tiny import card, codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices, workdir
 from engine.tiny.batches import Conversation, Mixture
 from engine.tiny.codec import Codec
 from engine.tiny.export import write_trained
@@ -52,6 +54,7 @@ from engine.tiny.text import corpus, references, sentences, words
 from engine.tiny.thinker import Thinker
 from engine.tiny.thinker import train as train_thinker
 from engine.tiny.voices import MAIN_VOICE
+from engine.tiny.workdir import PlanRecord
 
 DONE = "done"
 HEARD, SPOKEN = "heard", "spoken"
@@ -66,7 +69,7 @@ STAND_INS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is made and how long each part is trained.
+    """What is made and how long each part is trained; `name` is what the command calls it.
 
     `heard_hours` of speech in `copies` copies each are for listening, `spoken_hours` for speaking, and `read` examples have no
     audio. A batch of the Thinker costs `thinker_cost` (`batches.cost`), one of the Talker holds `talker_frames` frames. Minutes
@@ -75,6 +78,7 @@ class Plan:
     sentences stand in, and the score has no such part.
     """
 
+    name: str
     heard_hours: float
     spoken_hours: float
     copies: int
@@ -95,6 +99,7 @@ class Plan:
     def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
         """For one H200 with 16 cores, under an hour in all: half an hour of training, then data, starts and the score."""
         return cls(
+            name="h200",
             heard_hours=24.0,
             spoken_hours=10.0,
             copies=2,
@@ -116,6 +121,7 @@ class Plan:
     def small(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
         """For a laptop: every stage in a minute altogether. What comes out has learned next to nothing."""
         return cls(
+            name="small",
             heard_hours=0.01,
             spoken_hours=0.01,
             copies=2,
@@ -289,14 +295,22 @@ def train_codec(out: Path, plan: Plan, sitting: Sitting) -> None:
         held_out=waves[::JUDGED_EVERY],
         sitting=sitting.minutes,
     )
-    trainer = codec_train.Trainer(Codec(_code2wav(), plan.codec.width), plan.codec, torch.device("cpu"))
-    trainer.resume(out / "codec")
-    if trainer.progress.seconds < 60 * plan.codec_minutes:
+    if codec_train.seconds(out / "codec") < 60 * plan.codec_minutes:
         raise OutOfTime
 
 
 def _codec(out: Path, plan: Plan) -> Codec:
-    return codec_train.load(out / "codec", _code2wav(), plan.codec.width)
+    return codec_train.load(_trained(out, "codec", "codec-*.safetensors"), _code2wav(), plan.codec.width)
+
+
+def _trained(out: Path, name: str, state: str) -> Path:
+    """The folder of a part that was trained; ValueError without its `state`, as in a folder that was moved in part."""
+    folder = out / name
+    if not any(folder.glob(state)):
+        raise ValueError(
+            f"{folder} holds no {state}; fetch that from where it was trained, or delete {folder / DONE} to train it again"
+        )
+    return folder
 
 
 def _code2wav() -> Code2WavConfig:
@@ -376,7 +390,7 @@ def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
     utterances = Utterances(list(spoken_utterances(out, language)), plan.talker_frames, plan.seed)
     _, over = train_talker(
         language.config,
-        _text_embedding(out, plan),
+        _text_embedding(out),
         utterances,
         out / "talker",
         voice=VOICE,
@@ -406,33 +420,32 @@ def _talker_settings(plan: Plan) -> optim.Settings:
     return optim.Settings(minutes=plan.talker_minutes, seed=plan.seed)
 
 
-def _averaged(module: nn.Module, settings: optim.Settings, folder: Path) -> nn.Module:
-    return optim.Training(module, settings, folder, torch.device("cpu")).averaged()
+def _averaged(module: nn.Module, out: Path, name: str) -> nn.Module:
+    return optim.averaged(module, _trained(out, name, "state-*"))
 
 
-def _thinker(out: Path, plan: Plan) -> Thinker:
-    model = _averaged(Thinker(OmniConfig.parse(config())), _thinker_settings(plan), out / "thinker")
+def _thinker(out: Path) -> Thinker:
+    model = _averaged(Thinker(OmniConfig.parse(config())), out, "thinker")
     assert isinstance(model, Thinker)
     return model
 
 
-def _talker(out: Path, plan: Plan) -> Talker:
-    model = Talker(OmniConfig.parse(config()), _text_embedding(out, plan))
-    averaged = _averaged(model, _talker_settings(plan), out / "talker")
-    assert isinstance(averaged, Talker)
-    return averaged
+def _talker(out: Path) -> Talker:
+    model = _averaged(Talker(OmniConfig.parse(config()), _text_embedding(out)), out, "talker")
+    assert isinstance(model, Talker)
+    return model
 
 
-def _text_embedding(out: Path, plan: Plan) -> Tensor:
+def _text_embedding(out: Path) -> Tensor:
     """The Thinker's table [V, H] float32, rounded as it is exported."""
-    return _thinker(out, plan).model.embed_tokens.weight.detach().bfloat16().float()
+    return _thinker(out).model.embed_tokens.weight.detach().bfloat16().float()
 
 
 def export(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write the model folder."""
     part = OmniConfig.parse(config()).talker
     assert part is not None
-    tensors = {**_thinker(out, plan).tensors(), **_talker(out, plan).tensors(), **_codec(out, plan).decoder.tensors()}
+    tensors = {**_thinker(out).tensors(), **_talker(out).tensors(), **_codec(out, plan).decoder.tensors()}
     spelled = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
     size = write_trained(out / "export" / MODEL, one_voice(tensors, part), spelled)
     sitting.listener(f"export: {size} bytes")
@@ -454,7 +467,7 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
         out / "score",
         sizes=plan.sizes,
         librispeech=plan.librispeech,
-        device=plan.device,
+        device=_device_here(plan),
         seed=plan.seed,
         tell=sitting.listener,
     )
@@ -462,29 +475,32 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
 
 def describe(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write the model card into the model folder; ValueError when that would be too large, or the main voice can't speak."""
-    known = shards.read_list(out / "texts" / "references.jsonl", str)
-    recipe = card.Recipe(librispeech=known != _stand_ins(plan.seed), copies=plan.copies, read=plan.read)
+    recipe = card.Recipe(librispeech=_with_librispeech(out, plan.seed), copies=plan.copies, read=plan.read)
     size = card.write(out / "export" / MODEL, out, recipe)
     sitting.listener(f"card: the model folder has {size} bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a stage runs, and the stages that it reads from. Running raises OutOfTime when the sitting ends before it."""
+    """What a stage runs, the stages that it reads from, and whether it runs on the plan's device alone.
+
+    Running raises OutOfTime when the sitting ends before it.
+    """
 
     run: Callable[[Path, Plan, Sitting], None]
     needs: tuple[str, ...] = ()
+    on_device: bool = False
 
 
 STAGES = {
     "texts": Stage(make_texts),
     SPOKEN: Stage(make_spoken, ("texts",)),
-    "codec": Stage(train_codec, (SPOKEN,)),
-    "codes": Stage(make_codes, (SPOKEN, "codec")),
+    "codec": Stage(train_codec, (SPOKEN,), on_device=True),
+    "codes": Stage(make_codes, (SPOKEN, "codec"), on_device=True),
     HEARD: Stage(make_heard, ("texts",)),
     "mels": Stage(make_mels, (HEARD,)),
-    "thinker": Stage(train_the_thinker, ("texts", "mels")),
-    "talker": Stage(train_the_talker, ("texts", "codes", "thinker")),
+    "thinker": Stage(train_the_thinker, ("texts", "mels"), on_device=True),
+    "talker": Stage(train_the_talker, ("texts", "codes", "thinker"), on_device=True),
     "export": Stage(export, ("texts", "codec", "thinker", "talker")),
     "score": Stage(rate, ("export",)),
     "card": Stage(describe, ("texts", "codec", "thinker", "talker", "export", "score")),
@@ -507,45 +523,97 @@ def run(
     """Run the stages that `only` names (all without it) in order, for up to `minutes`; True when all of them are over.
 
     Training stops within a step of the end and then saves, data within a shard, texts, export, score and card not at all:
-    leave a minute to spare. `out`/log.jsonl gets a line for each stage that ran. ValueError for a stage that is not known or
-    needs another one first.
+    leave a minute to spare. `out`/log.jsonl gets a line for each stage that ran. SettingError, before anything is made, for a
+    stage that is not known or needs another one first, a GPU that is not there, or a folder that was begun with another plan;
+    WalkgateError for what goes wrong in a stage, with its name.
     """
-    if strangers := sorted(set(only) - STAGES.keys()):
-        raise ValueError(f"there is no stage {', '.join(strangers)}; there are {', '.join(STAGES)}")
+    waiting = _waiting(out, plan, only)
+    workdir.make(out)
+    with workdir.told("plan", out):
+        _keep_to_plan(out, plan)
     sitting = Sitting(tell, math.inf if minutes is None else clock() + 60 * minutes, clock)
-    for name, stage in STAGES.items():
-        if (only and name not in only) or done(out, name):
-            continue
-        if missing := [need for need in stage.needs if not done(out, need)]:
-            raise ValueError(f"stage {name} needs {', '.join(missing)}, which {out} has not; run that first")
-        if not _ran(name, stage, out, plan, sitting):
-            return False
-    return True
+    return all(_ran(name, out, plan, sitting) for name in waiting)
 
 
-def _ran(name: str, stage: Stage, out: Path, plan: Plan, sitting: Sitting) -> bool:
-    """Run a stage and note it; False when the sitting ended first."""
-    folder, began = out / name, sitting.clock()
-    try:
-        sitting.tell(f"{name}: begins")
-        stage.run(out, plan, sitting)
-    except OutOfTime:
-        over = False
-    else:
-        over = True
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DONE).touch()
-    line = card.LogLine(
-        name,
-        round(sitting.clock() - began, 1),
-        over,
-        _device_name(plan.device),
-        card.hours(folder) if over and name in (HEARD, SPOKEN) else None,
+def _waiting(out: Path, plan: Plan, only: Sequence[str]) -> list[str]:
+    """The stages that are asked for and not over, in order, once they are known to have what they need."""
+    if strangers := sorted(set(only) - STAGES.keys()):
+        raise SettingError(
+            f"--only: there is no stage {', '.join(map(repr, strangers))}; there are {', '.join(STAGES)}"
+        )
+    waiting = [name for name in STAGES if (not only or name in only) and not done(out, name)]
+    for name in waiting:
+        if missing := [need for need in STAGES[name].needs if need not in waiting and not done(out, need)]:
+            raise SettingError(f"--only: stage {name} needs {', '.join(missing)}, which {out} has not; run that first")
+    bound = [name for name in waiting if STAGES[name].on_device]
+    if bound and _device_here(plan) != plan.device:
+        free = ", ".join(name for name, stage in STAGES.items() if not stage.on_device)
+        raise SettingError(
+            f"--plan {plan.name} needs a GPU for {', '.join(bound)}, and PyTorch finds none on this machine; "
+            f"name --plan small, go to a machine with a GPU, or choose with --only from {free}"
+        )
+    if plan.librispeech is not None:
+        score.check_references(plan.librispeech)
+    return waiting
+
+
+def _device_here(plan: Plan) -> str:
+    """The plan's device, or the CPU where that is a GPU which is not there."""
+    return "cpu" if torch.device(plan.device).type == "cuda" and not torch.cuda.is_available() else plan.device
+
+
+def _keep_to_plan(out: Path, plan: Plan) -> None:
+    """Keep in `out` what decides data and training, or hold it against what is kept there; SettingError where it differs."""
+    asked = PlanRecord(
+        plan=plan.name,
+        seed=plan.seed,
+        heard_hours=plan.heard_hours,
+        spoken_hours=plan.spoken_hours,
+        copies=plan.copies,
+        read=plan.read,
+        librispeech=plan.librispeech is not None,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "log.jsonl").open("ab") as log:
-        log.write(msgspec.json.encode(line) + b"\n")
-    sitting.listener(f"{name}: {'over' if over else 'goes on in the next sitting'}")
+    texts = done(out, "texts")
+    kept = workdir.begun(out)
+    if kept is None:
+        # Stages may have come from elsewhere without the file; of the texts alone it shows what they were made from.
+        kept = msgspec.structs.replace(asked, librispeech=_with_librispeech(out, plan.seed)) if texts else asked
+        workdir.begin(out, kept)
+    if texts and plan.librispeech is None:
+        # What comes after the texts does without that folder.
+        asked = msgspec.structs.replace(asked, librispeech=kept.librispeech)
+    workdir.compare(out, asked, kept)
+
+
+def _with_librispeech(out: Path, seed: int) -> bool:
+    """Whether the texts that were made come from LibriSpeech's references too."""
+    return shards.read_list(out / "texts" / "references.jsonl", str) != _stand_ins(seed)
+
+
+def _ran(name: str, out: Path, plan: Plan, sitting: Sitting) -> bool:
+    """Run a stage and note it; False when the sitting ended first."""
+    folder, began, over = out / name, sitting.clock(), True
+    with workdir.told(name, folder), workdir.locked(folder):
+        if done(out, name):
+            # Another process made it since.
+            return True
+        workdir.tidy(folder)
+        try:
+            sitting.tell(f"{name}: begins")
+            STAGES[name].run(out, plan, sitting)
+        except OutOfTime:
+            over = False
+        line = card.LogLine(
+            name,
+            round(sitting.clock() - began, 1),
+            over,
+            _device_name(_device_here(plan)),
+            card.hours(folder) if over and name in (HEARD, SPOKEN) else None,
+        )
+        workdir.append(out / "log.jsonl", msgspec.json.encode(line))
+        if over:
+            (folder / DONE).touch()
+        sitting.listener(f"{name}: {'over' if over else 'goes on in the next sitting'}")
     return over
 
 

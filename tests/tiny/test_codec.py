@@ -27,6 +27,7 @@ from engine.tiny.codec_train import (
     average_distance,
     distance,
     load,
+    seconds,
     train,
     utterances,
 )
@@ -407,3 +408,44 @@ def test_a_loss_that_is_no_number_ends_a_run_before_its_state_is_saved(tmp_path:
 def test_no_state_to_load_is_an_error_that_says_what_to_do(tmp_path: Path):
     with pytest.raises(ValueError, match="train into it first"):
         load(tmp_path, SMALL, 24)
+
+
+def saved(folder: Path) -> tuple[Path, Path]:
+    """A state in `folder`: its weights and its moments."""
+    run = trainer()
+    run.step(Pool([sentence()], CPU), 0.0)
+    run.progress.seconds = 2.5
+    run.save(folder)
+    return folder / "codec-0000001.safetensors", folder / "moments-0000001.safetensors"
+
+
+def test_a_codec_needs_no_moments_to_be_loaded_but_to_be_trained_on(tmp_path: Path):
+    _, moments = saved(tmp_path)
+    before = load(tmp_path, SMALL, QUICK.width)
+    moments.unlink()
+    assert torch.equal(flat(load(tmp_path, SMALL, QUICK.width)), flat(before))
+    assert seconds(tmp_path) == 2.5
+    told = f"{moments} is missing; fetch it again, or delete all of step 1 in {tmp_path} to begin from nothing"
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        trainer().resume(tmp_path)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("length", [0, 5, 2000])
+def test_a_state_that_is_cut_off_is_named(tmp_path: Path, place: int, length: int):
+    path = saved(tmp_path)[place]
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=rf"^{path} is damaged \(.*; fetch it again"):
+        trainer().resume(tmp_path)
+
+
+def test_a_state_that_says_nothing_of_its_time_is_named(tmp_path: Path):
+    path, _ = saved(tmp_path)
+    save_file(load_file(path), path)
+    for read in (lambda: load(tmp_path, SMALL, QUICK.width), lambda: seconds(tmp_path)):
+        with pytest.raises(ValueError, match=rf"^{path} is damaged"):
+            read()
+
+
+def test_a_folder_without_a_state_was_trained_for_no_time(tmp_path: Path):
+    assert seconds(tmp_path) == 0.0

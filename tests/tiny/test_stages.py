@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.config import SettingError
+from engine.errors import WalkgateError
 from engine.model.config import OmniConfig
-from engine.tiny import card, shards, speech, stages, tasks, voices
+from engine.tiny import card, shards, speech, stages, tasks, voices, workdir
 from engine.tiny.batches import collate
 from engine.tiny.card import LogLine
 from engine.tiny.codec_train import load as load_codec
@@ -159,14 +162,158 @@ def test_a_second_run_does_nothing(trained: Trained):
 
 def test_no_time_makes_nothing(tmp_path: Path):
     assert not run(tmp_path, PLAN, minutes=0, tell=lambda line: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "plan.json", "texts"]
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["lock"]
 
 
 def test_a_stage_waits_for_those_it_reads_from_and_must_be_known(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"export needs texts, codec, thinker, talker"):
-        run(tmp_path, PLAN, ["export"])
-    with pytest.raises(ValueError, match=r"no stage vocoder; there are texts, spoken,"):
+    with pytest.raises(SettingError, match=r"export needs codec, thinker, talker, which"):
+        run(tmp_path, PLAN, ["texts", "export"])
+    with pytest.raises(SettingError, match=r"no stage 'vocoder'; there are texts, spoken,"):
         run(tmp_path, PLAN, ["texts", "vocoder"])
+    assert not list(tmp_path.iterdir())
+
+
+def folder_of_references(tmp_path: Path) -> Path:
+    folder = tmp_path / "librispeech"
+    folder.mkdir()
+    for name in ("dev-clean.trans.txt", "test-clean.trans.txt"):
+        (folder / name).write_text("1-1-0000 THE CAT SAT ON THE MAT AGAIN\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seed": 7}, "begun with seed 0, not 7; ask for that again, or name another folder"),
+        ({"name": "h200"}, 'begun with plan "small", not "h200"'),
+        ({"heard_hours": 1.0}, r"begun with heard_hours 0\.003, not 1\.0"),
+        ({"copies": 3}, "begun with copies 2, not 3"),
+    ],
+)
+def test_a_folder_stays_with_the_plan_that_it_was_begun_with(trained: Trained, changes: dict[str, object], told: str):
+    with pytest.raises(SettingError, match=told):
+        run(trained.out, replace(PLAN, **changes), tell=lambda line: None)
+
+
+def test_workers_device_and_minutes_may_change(trained: Trained):
+    assert run(trained.out, replace(PLAN, workers=4, device="cuda", thinker_minutes=9.0), tell=lambda line: None)
+
+
+def test_librispeech_is_refused_after_texts_were_made_without_it(trained: Trained, tmp_path: Path):
+    with pytest.raises(SettingError, match="begun with librispeech false, not true"):
+        run(trained.out, replace(PLAN, librispeech=folder_of_references(tmp_path)), tell=lambda line: None)
+
+
+def test_librispeech_may_be_left_out_once_its_texts_are_made_and_not_before(tmp_path: Path):
+    out, with_it = tmp_path / "out", replace(PLAN, librispeech=folder_of_references(tmp_path))
+    assert not run(out, with_it, minutes=0, tell=lambda line: None)
+    with pytest.raises(SettingError, match="begun with librispeech true, not false"):
+        run(out, PLAN, ["texts"], tell=lambda line: None)
+    texts(out, ["THE CAT SAT ON THE MAT AGAIN"])
+    assert run(out, PLAN, ["texts"], tell=lambda line: None)
+
+
+def texts(out: Path, known: list[str]) -> None:
+    """As much of the stage `texts` as tells what they were made from."""
+    (out / "texts").mkdir(parents=True, exist_ok=True)
+    shards.write_list(out / "texts" / "references.jsonl", known)
+    (out / "texts" / stages.DONE).touch()
+
+
+@pytest.mark.parametrize("librispeech", [True, False])
+def test_a_folder_without_a_plan_gets_one_and_keeps_to_it(tmp_path: Path, librispeech: bool):
+    known = [" ".join(stages.words(text)).upper() for text in stages.sentences(PLAN.seed, stages.STAND_INS)]
+    texts(tmp_path, ["ANOTHER TEXT"] if librispeech else known)
+    assert run(tmp_path, PLAN, ["texts"])
+    kept = workdir.begun(tmp_path)
+    assert kept is not None and (kept.plan, kept.seed, kept.librispeech) == ("small", 0, librispeech)
+    with pytest.raises(SettingError, match="seed 0, not 7"):
+        run(tmp_path, replace(PLAN, seed=7), ["texts"])
+
+
+def test_librispeechs_folder_must_have_both_files(tmp_path: Path):
+    folder = folder_of_references(tmp_path)
+    (folder / "test-clean.trans.txt").unlink()
+    with pytest.raises(SettingError, match=r"--librispeech .*librispeech has no file test-clean.trans.txt"):
+        run(tmp_path / "out", replace(PLAN, librispeech=folder))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_plan_for_one_is_refused_before_anything_is_made(tmp_path: Path):
+    out = tmp_path / "out"
+    with pytest.raises(SettingError, match=r"--plan h200 needs a GPU for codec, codes, thinker, talker.* --plan small"):
+        run(out, Plan.h200())
+    with pytest.raises(SettingError, match="from texts, spoken, heard, mels, export, score, card"):
+        run(out, Plan.h200(), ["texts", SPOKEN, "codec"])
+    assert not out.exists()
+    assert not run(out, Plan.h200(), ["texts", SPOKEN, HEARD, "mels"], minutes=0, tell=lambda line: None)
+    [line] = shards.read_list(out / "log.jsonl", LogLine)
+    assert line.device == f"CPU, {os.cpu_count()} cores"
+
+
+def parts(trained: Trained, tmp_path: Path, *names: str) -> Path:
+    """A folder with copies of these stages of the training."""
+    for name in names:
+        shutil.copytree(trained.out / name, tmp_path / "out" / name)
+    return tmp_path / "out"
+
+
+TRAINED_PARTS = {"codec": "codec-*.safetensors", "thinker": "state-*", "talker": "state-*"}
+
+
+@pytest.mark.parametrize("name", TRAINED_PARTS)
+def test_nothing_untrained_is_exported(trained: Trained, tmp_path: Path, name: str):
+    out = parts(trained, tmp_path, "texts", *TRAINED_PARTS)
+    shutil.rmtree(out / name)
+    (out / name).mkdir()
+    (out / name / stages.DONE).touch()
+    lacks = re.escape(f"export: {out / name} holds no {TRAINED_PARTS[name]}; fetch that from where it was trained")
+    with pytest.raises(WalkgateError, match=lacks):
+        run(out, PLAN, ["export"], tell=lambda line: None)
+    assert not done(out, "export") and not (out / "export" / MODEL).exists()
+
+
+def test_the_export_needs_no_moments_of_the_codec_and_is_the_same_bytes(trained: Trained, tmp_path: Path):
+    out = parts(trained, tmp_path, "texts", *TRAINED_PARTS)
+    for path in (out / "codec").glob("moments-*"):
+        path.unlink()
+    assert run(out, PLAN, ["export"], tell=lambda line: None)
+    model = Path("export") / MODEL / "model.safetensors"
+    assert (out / model).read_bytes() == (trained.out / model).read_bytes()
+
+
+def test_two_runs_share_a_folder_but_no_stage(trained: Trained, tmp_path: Path):
+    out = parts(trained, tmp_path, "texts", *TRAINED_PARTS)
+    with workdir.locked(out / "export"):
+        with pytest.raises(WalkgateError, match=rf"export: process {os.getpid()} works in {out}/export; wait"):
+            run(out, PLAN, ["export"], tell=lambda line: None)
+        assert not run(out, PLAN, [SPOKEN], minutes=0, tell=lambda line: None)
+
+
+def test_what_another_process_made_in_the_meantime_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = iter([False, False, True])
+    monkeypatch.setattr(stages, "done", lambda out, name: next(seen))
+    told: list[str] = []
+    assert run(tmp_path, PLAN, ["texts"], tell=told.append)
+    assert told == []
+
+
+def test_what_was_left_half_written_goes_before_a_stage_runs(tmp_path: Path):
+    folder = tmp_path / "texts"
+    (folder / "state.part").mkdir(parents=True)
+    for name in ("state.part/0.safetensors", "00000.part.npy", "manifest.part", "codec-1.partial", "kept.npy"):
+        (folder / name).touch()
+    assert not run(tmp_path, PLAN, minutes=0, tell=lambda line: None)
+    assert sorted(path.name for path in folder.iterdir()) == ["kept.npy", "lock"]
+
+
+def test_a_fault_is_told_as_of_its_stage(trained: Trained, tmp_path: Path):
+    out = parts(trained, tmp_path, "texts", "spoken", "codec")
+    (out / "spoken" / "manifest.jsonl").unlink()
+    with pytest.raises(WalkgateError, match=rf"^codes: {out}/spoken/manifest.jsonl is missing; fetch it"):
+        run(out, PLAN, ["codes"], tell=lambda line: None)
 
 
 def test_without_the_main_voice_nothing_is_spoken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
