@@ -8,6 +8,9 @@ ARGS ?=
 GPU_PYTHON ?= python3
 # Where gpu-bench writes: the day and the commit, or "tree" without git.
 OUT ?= reports/h200/$(shell date +%F)-$(shell git rev-parse --short HEAD 2>/dev/null || echo tree)
+# What gpu-bench measures: audio too, where there are clips. A --sets in ARGS comes after it and wins.
+COMMA := ,
+GPU_SETS ?= h200$(if $(findstring --librispeech,$(ARGS)),$(COMMA)h200-audio)
 
 # The first that really starts: pyenv leaves a shim for versions that are not selected.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
@@ -47,14 +50,14 @@ lint: $(VENV)/.dev  ## ruff and mypy, as review asks for them
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict engine gate
 
-gpu-test:  ## on a GPU: its tests, and every kernel against its reference (ARGS='-n 10' widens them)
+gpu-test:  ## on a GPU: tests/gpu, and the kernels' own tests there (ARGS='-n 10' widens them)
 	@$(GPU_PYTHON) -c "$$GPU_CHECK"
 	$(GPU_PYTHON) -m pytest tests/gpu tests/kernels $(ARGS)
 
 gpu-bench:  ## on a GPU: the benchmark, into a dated folder of reports/h200 (ARGS='--librispeech DIR' adds audio)
 	@$(GPU_PYTHON) -c "$$GPU_CHECK"
-	@$(if $(ARGS),:,echo "text alone; with audio: make gpu-bench ARGS='--librispeech DIR'")
-	$(GPU_PYTHON) -m tests.perf.h200 --out $(OUT) $(or $(ARGS),--sets h200)
+	@$(if $(findstring -audio,$(GPU_SETS) $(ARGS)),:,echo "text alone; with audio: make gpu-bench ARGS='--librispeech DIR'")
+	$(GPU_PYTHON) -m tests.perf.h200 --out $(OUT) --sets $(GPU_SETS) $(ARGS)
 
 $(VENV): $(VENV)/.dev  ## make the environment with everything the tests need
 

@@ -218,7 +218,7 @@ def _provenance(run: RunData) -> list[str]:
         ["judge", inline(plan.judge.recogniser or f"none: {plan.judge.why_not}")],
         ["machine", _machine(run.sessions)],
         ["gate", inline(plan.gate_version) or NOT_TRACED],
-        ["again", f"`{inline(plan.command or _again(run))}`"],
+        ["again", f"`{inline(plan.command or _again(run), None)}`"],
     ]
     return ["**Provenance**", "", *table(("what", "value"), rows)]
 

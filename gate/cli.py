@@ -85,6 +85,11 @@ app = typer.Typer(
     "the pull request.",
 )
 
+
+def _run_option(absent: str) -> Any:
+    return typer.Option("--run", metavar="DIR", help=f"The run directory; absent: runs/{absent}.")
+
+
 Words = Annotated[str, typer.Option(metavar="WORDS", help="Extra arguments of its server, quoted as in a shell.")]
 Pairs = Annotated[
     list[str] | None, typer.Option(metavar="K=V", help="An environment variable of its server; repeatable.")
@@ -113,9 +118,7 @@ Model = Annotated[
         metavar="DIR", help="The checkpoint both arms serve, or its name at `omni serve`; absent: `omni tiny`."
     ),
 ]
-Run = Annotated[
-    Path | None, typer.Option("--run", metavar="DIR", help="The run directory; absent: runs/TIME-BASE-HEAD.")
-]
+Run = Annotated[Path | None, _run_option("TIME-BASE-HEAD")]
 Libri = Annotated[
     str | None,
     typer.Option(metavar="PATH|hub", help="A2T and A2S on a folder in LibriSpeech's layout, or from the hub."),
@@ -166,7 +169,7 @@ class Screen:
 def called(argv0: str, here: Path) -> str:
     """How this gate was called, for the commands that it prints; `here` is the working folder."""
     path = Path(argv0)
-    if path.parts[-2:] == ("gate", "__main__.py"):
+    if path.parts[-2:] in (("gate", "__main__.py"), ("gate", "cli.py")):
         return f"{_program(Path(sys.executable), here)} -m gate"
     return _program(path, here) if path.name == "gate" else "gate"
 
@@ -423,7 +426,7 @@ def plan(
     sessions: Sessions = 3,
     seed: Seed = 0,
     model: Model = None,
-    run_dir: Run = None,
+    run_dir: Annotated[Path | None, _run_option("TIME-plan-BASE-HEAD")] = None,
     cells: Cells = "",
     librispeech: Libri = None,
     workloads: Workloads = None,
@@ -464,7 +467,7 @@ def run_one(
     sessions: Sessions = 1,
     seed: Seed = 0,
     model: Model = None,
-    run_dir: Run = None,
+    run_dir: Annotated[Path | None, _run_option("TIME-run-REF")] = None,
     cells: Cells = "",
     librispeech: Libri = None,
     workloads: Workloads = None,
@@ -594,14 +597,12 @@ def kernel_tables(
         Path,
         typer.Argument(
             metavar="FILE",
-            exists=True,
-            dir_okay=False,
             help="A torch-profiler trace (.json, .json.gz) or an Nsight export (.sqlite).",
         ),
     ],
     base: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="The file to show the change from."),
+        typer.Option(metavar="FILE", help="The file to show the change from."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Rows by name; the others are one row.")] = 30,
     json_file: Annotated[
@@ -630,12 +631,21 @@ def kernel_tables(
         if steps is not None and (pattern is not None or kind is not None):
             raise TraceError("--steps takes the whole file; leave --range and --kind out")
         paths = [file] if base is None else [file, base]
+        for path in paths:
+            _check_file(path)
         if json_file is not None and os.path.exists(json_file) and any(json_file.samefile(path) for path in paths):
             raise TraceError(f"--json {json_file} is a file that is read; name another")
         head_tables, *others = [_tables_of(path, steps, pattern, kind) for path in paths]
         typer.echo("\n".join(kernels.text(head_tables, others[0] if others else None, top)))
         if json_file is not None:
             _write_json(json_file, kernels.encoded(head_tables, others[0] if others else None))
+
+
+def _check_file(path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise TraceError(f"{path} can't be read: {error.strerror}; name a file of a profiler") from error
 
 
 def _tables_of(path: Path, steps: int | None, pattern: str | None, kind: str | None) -> tuple[kernels.KernelTable, ...]:
@@ -657,7 +667,7 @@ def _write_json(path: Path, data: bytes) -> None:
 
 @app.command()
 def demo(
-    run_dir: Run = None,
+    run_dir: Annotated[Path | None, _run_option("demo-TIME")] = None,
     sessions: Sessions = 3,
     seed: Seed = 0,
 ) -> None:

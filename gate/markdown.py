@@ -57,10 +57,10 @@ def plural(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
-def inline(text: str, longest: int = 300) -> str:
-    """Foreign text made safe for a table cell: one line, no column marks, no HTML, cut when long."""
+def inline(text: str, longest: int | None = 300) -> str:
+    """Foreign text made safe for a table cell: one line, no column marks, no HTML, cut when long (`longest` None: never)."""
     flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return flat if len(flat) <= longest else flat[: longest - 1] + "…"
+    return flat if longest is None or len(flat) <= longest else flat[: longest - 1] + "…"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> list[str]:

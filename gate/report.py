@@ -579,26 +579,45 @@ def _pcm(found: Comparisons) -> list[str]:
 def _words(run: RunData, found: Comparisons) -> list[str]:
     if not found.wer:
         return []
-    rows = [_wer_row(row) for row in found.wer]
-    head = ("cell", "base sessions", "head sessions", "change, points", "paired 95 % interval", "verdict")
     notes = [f"Scorer: {SCORER}."]
     prompts = {cell.name for cell in run.plan.cells if cell.task not in AUDIO_IN_TASKS}
     few = [
         f"{plural(row.blocks, 'prompt' if row.cell in prompts else 'speaker block')} in {row.cell}"
         for row in found.wer
-        if 0 < row.blocks < FEW_BLOCKS
+        if row.low is not None and row.blocks < FEW_BLOCKS
     ]
     if few:
         notes.append(f"Only {', '.join(few)}: the intervals are narrower than they should be.")
-    return ["**Words**", "", *table(head, rows, right=(3,)), " ".join(notes), "", *_round_trip(run, found)]
+    return ["**Words**", "", *_wer_table(found), " ".join(notes), "", *_round_trip(run, found)]
+
+
+def _wer_table(found: Comparisons) -> list[str]:
+    if found.single:
+        rows = [[_wer_label(row), _wer_raw([*row.base, *row.head]), _wer_state(row)] for row in found.wer]
+        return table(("cell", "sessions", "state"), rows)
+    head = ("cell", "base sessions", "head sessions", "change, points", "paired 95 % interval", "verdict")
+    return table(head, [_wer_row(row) for row in found.wer], right=(3,))
+
+
+def _wer_label(row: WerComparison) -> str:
+    if row.verdict == NOT_JUDGED:
+        return f"{row.cell} round-trip WER % ↓"
+    kind, clips = ("round-trip WER", "answer") if row.spoken else ("WER", "clip")
+    return f"{row.cell} {kind} % ↓ ({plural(row.clips, clips)})"
+
+
+def _wer_raw(totals: Sequence[WerTotals]) -> str:
+    return " ".join(number(total.wer, 2) for total in totals) or DASH
+
+
+def _wer_state(row: WerComparison) -> str:
+    return f"not judged: {inline(row.reason)}" if row.verdict == NOT_JUDGED else row.verdict
 
 
 def _wer_row(row: WerComparison) -> list[str]:
-    sides = [" ".join(number(total.wer, 2) for total in totals) or DASH for totals in (row.base, row.head)]
+    name, sides = _wer_label(row), [_wer_raw(totals) for totals in (row.base, row.head)]
     if row.verdict == NOT_JUDGED:
-        return [f"{row.cell} round-trip WER % ↓", *sides, DASH, DASH, f"not judged: {inline(row.reason)}"]
-    kind, clips = ("round-trip WER", "answer") if row.spoken else ("WER", "clip")
-    name = f"{row.cell} {kind} % ↓ ({plural(row.clips, clips)})"
+        return [name, *sides, DASH, DASH, _wer_state(row)]
     if row.verdict == "identical":
         same = "identical text and speech" if row.spoken else "identical text"
         return [name, *sides, "0.00", DASH, f"{same}, WER equal by construction"]

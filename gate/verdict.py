@@ -166,7 +166,7 @@ def compare(run: RunData) -> Comparisons:
         moves=token_moves(run) if not single and _has_token_floor(run, whole) else [],
         greedy=greedy_pairs(run),
         pcm=pcm_pairs(run),
-        wer=[_open(row) if missing else row for row in _words(run)],
+        wer=[_open(row) if missing and not single else row for row in _words(run)],
         metrics=metrics,
         unfinished=unfinished,
         whole=len(whole),

@@ -76,8 +76,9 @@ class WerTotals(msgspec.Struct, frozen=True):
 class WerComparison(msgspec.Struct, frozen=True):
     """Both arms' WER in one cell; change and interval in percentage points, None where an arm has no text.
 
-    `verdict` is `WER worse`, `not worse`, `identical` (equal text on every clip), `no verdict`, or `not judged` with a
-    `reason`. `spoken` marks the round trip: what was heard in an answer's speech against its text; `clips` are then answers.
+    `verdict` is `WER worse`, `not worse`, `identical` (equal text on every clip), `no verdict`, `measured` (the only arm of a
+    run), or `not judged` with a `reason`. `spoken` marks the round trip: what was heard in an answer's speech against its
+    text; `clips` are then answers.
     """
 
     cell: str
@@ -206,6 +207,8 @@ def compare_cell(
         if found:
             clips[side].extend(found)
             rows[side].append(totals(session.id, session.arm, cell, found))
+    if len(set(run.plan.order)) < 2:
+        return _alone(cell, rows, [*clips["base"], *clips["head"]])
     sums, count = _block_sums(clips["base"], clips["head"])
     if not count:
         return WerComparison(cell, rows["base"], rows["head"], None, None, None, 0, 0, "no verdict")
@@ -216,6 +219,13 @@ def compare_cell(
     elif low > 0 and change >= run.plan.thresholds.wer_points:
         verdict = "WER worse"
     return WerComparison(cell, rows["base"], rows["head"], change, low, high, count, len(sums), verdict)
+
+
+def _alone(cell: str, rows: Mapping[str, list[WerTotals]], clips: Sequence[ClipErrors]) -> WerComparison:
+    """The WER of a run of one arm: there is nothing to compare it with."""
+    items, blocks = {clip.item for clip in clips}, {clip.block for clip in clips}
+    verdict = "measured" if clips else "no verdict"
+    return WerComparison(cell, rows["base"], rows["head"], None, None, None, len(items), len(blocks), verdict)
 
 
 def is_identical(run: RunData, cell: str, answer: Callable[[Record], object], first: int | None = None) -> bool:

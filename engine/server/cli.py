@@ -315,7 +315,7 @@ def info(
     device: Annotated[str, typer.Option(help=f"Whose switches to show: {', '.join(DEVICES)}.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a model folder holds, the server's limits, which switches are on by default, and which source this is."""
+    """Say what a model folder holds, the server's limits, the device and its switches by default, and which source this is."""
     from engine.model.processor import max_audio_seconds
     from engine.server.describe import model_summary, tasks
 
@@ -325,12 +325,15 @@ def info(
     switches = {name: name not in settings.disabled for name in switches_of(device)}
     folder = _model_folder(model)
     config = OmniConfig.load(folder)
-    longest = config.thinker.max_positions
+    longest, summary = config.thinker.max_positions, model_summary(folder, config)
+    gpu = _gpu() if device == "cuda" else None
     found = {
-        "model": model_summary(folder, config),
+        "model": summary,
         "tasks": tasks(config),
         "limits": {"max_model_len": longest, "max_audio_seconds": max_audio_seconds(longest)},
         "device": device,
+        "gpu": gpu,
+        "dtype": settings.dtype,
         "switches": switches,
         "source_root": str(source_root()),
         "source_digest": source_digest(package_folder()),
@@ -338,8 +341,16 @@ def info(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    for name, value in {**found, "switches": _on_and_off(switches)}.items():
-        typer.echo(f"{name:14} {_plain(value)}")
+    shown = found | {
+        "model": {"checkpoint dtype" if key == "dtype" else key: value for key, value in summary.items()},
+        "dtype": f"{settings.dtype}, in which {device} computes unless --dtype names another",
+        "switches": _on_and_off(switches),
+    }
+    if device == "cuda":
+        shown["gpu"] = gpu or "none: PyTorch sees no CUDA GPU on this machine"
+    for name, value in shown.items():
+        if value is not None:
+            typer.echo(f"{name:14} {_plain(value)}")
 
 
 @app.command(
@@ -365,6 +376,13 @@ def tune(
     asked = tuning.settings(out or cache_folder() / "tiles", Path(model).name, ops, rows, quick, budget_s)
     tuning.check_gpu()
     tuning.tune_gpu(asked, tuning.shapes(OmniConfig.load(_model_folder(Path(model))).thinker))
+
+
+def _gpu() -> str | None:
+    """The name of the GPU that PyTorch computes on; None where it sees none."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _on_and_off(switches: dict[str, bool]) -> dict[str, list[str]]:

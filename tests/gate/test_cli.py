@@ -78,6 +78,7 @@ def test_commands_are_printed_as_the_gate_was_called(tmp_path: Path, monkeypatch
     assert called(str(tool), tmp_path) == "gate"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert called("/somewhere/gate/__main__.py", tmp_path) == "./python -m gate"
+    assert called("/somewhere/gate/cli.py", tmp_path) == "./python -m gate"  # `make demo`
 
 
 def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
@@ -169,6 +170,14 @@ def test_every_command_has_help_with_what_it_does() -> None:
         done = call(name, "--help")
         assert done.exit_code == 0 and "Usage" in done.output
     assert "gate compare main HEAD" in call("compare", "--help").output
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [("compare", "TIME-BASE-HEAD"), ("plan", "TIME-plan-BASE-HEAD"), ("run", "TIME-run-REF"), ("demo", "demo-TIME")],
+)
+def test_help_says_what_the_run_directory_is_called(command: str, folder: str) -> None:
+    assert f"runs/{folder}." in call(command, "--help").output
 
 
 def test_a_refused_server_is_a_sentence_and_3(place: Path) -> None:

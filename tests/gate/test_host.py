@@ -57,16 +57,28 @@ def test_throttled_time_is_seconds_in_both_versions_of_the_file() -> None:
     assert throttled_from("") == 0.0
 
 
+# Only the busiest are named: four threads, as hashing holds no lock, get the largest share of a machine that others use too.
+BUSY = """
+import hashlib, threading
+def work(block=bytes(1 << 20)):
+    while True:
+        hashlib.sha256(block)
+for _ in range(4):
+    threading.Thread(target=work).start()
+"""
+
+
 def test_a_busy_process_of_somebody_else_is_named_and_our_own_child_is_not() -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    def is_named(own: int) -> bool:
+        return busy.pid in [row["pid"] for row in heavy_processes(own, window_s=0.5)]
+
+    busy = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
-        theirs = [row["pid"] for row in heavy_processes(own=-1, window_s=0.5)]
-        ours = [row["pid"] for row in heavy_processes(own=os.getpid(), window_s=0.5)]
+        assert any(is_named(own=-1) for _ in range(3))  # where others have the cores, it may get none in one window
+        assert not is_named(own=os.getpid())
     finally:
         busy.kill()
         busy.wait()
-    assert busy.pid in theirs
-    assert busy.pid not in ours
 
 
 def test_the_record_states_the_machine() -> None:

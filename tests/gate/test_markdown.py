@@ -39,6 +39,7 @@ def test_repeated_values_are_counted_and_ranges_have_two_ends() -> None:
 def test_foreign_text_cannot_break_a_table() -> None:
     assert inline("a|b\n<script>  c") == "a\\|b &lt;script> c"
     assert inline("x" * 400) == "x" * 299 + "…"
+    assert inline("x" * 400, None) == "x" * 400
 
 
 def test_a_table_is_lines_of_github_markdown() -> None:

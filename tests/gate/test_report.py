@@ -173,6 +173,27 @@ def test_a_run_of_one_arm_is_a_table_of_numbers() -> None:
     assert "verdict came about" not in text
 
 
+def test_the_words_of_one_arm_are_a_table_of_numbers_also_before_it_is_whole() -> None:
+    run = make_run({"base": [2000, 2010]}, [A2T, T2S])
+    row = "| A2T@1 WER % ↓ (4 clips) | 0.00 0.00 | measured |"
+    first = [record for record in run.records if record.session == "01-base"]
+    cut = changes(run, sessions=run.sessions[:1], records=first)
+
+    lines = rendered(run).splitlines()
+    start = lines.index("**Words**")
+    assert lines[start + 2 : start + 5] == ["| cell | sessions | state |", "|---|---|---|", row]
+    assert lines[start + 5].startswith("| T2S@1 round-trip WER % ↓ | – | not judged: ")
+    assert "intervals are narrower" not in rendered(run)
+    assert row.replace("0.00 0.00", "0.00") in rendered(cut)
+
+
+def test_the_command_that_asks_for_the_run_again_is_whole() -> None:
+    run = make_run(STEADY)
+    command = f"gate compare main HEAD --head-env {'X' * 400}=1 --device cuda"
+
+    assert f"| again | `{command}` |" in rendered(changes(run, plan=changes(run.plan, command=command)))
+
+
 def test_a_run_without_any_session_still_has_a_report() -> None:
     run = changes(make_run(STEADY, change=lambda _: None), sessions=[])
 

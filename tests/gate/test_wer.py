@@ -125,3 +125,21 @@ def test_a_cell_without_any_text_has_no_verdict() -> None:
     (found,) = compare_wer(run)
 
     assert (found.verdict, found.change, found.clips) == ("no verdict", None, 0)
+
+
+@pytest.mark.parametrize("arm", ["base", "head"])
+def test_a_run_of_one_arm_has_its_clips_and_nothing_to_compare_them_with(arm: str) -> None:
+    run = make_run({arm: [2000, 2000]}, [A2T])
+
+    (found,) = compare_wer(run)
+
+    assert (found.verdict, found.change, found.low, found.clips, found.blocks) == ("measured", None, None, 4, 2)
+    assert [row.clips for row in [*found.base, *found.head]] == [4, 4]
+
+
+def test_a_run_of_one_arm_whose_requests_failed_has_no_words() -> None:
+    run = make_run({"base": [2000]}, [A2T], change=lambda r: msgspec.structs.replace(r, ok=False))
+
+    (found,) = compare_wer(run)
+
+    assert (found.verdict, found.base, found.clips) == ("no verdict", [], 0)

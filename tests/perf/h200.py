@@ -305,7 +305,7 @@ def _memory_lines(bench: Bench) -> Iterator[str]:
         if bench.expected_bytes is not None:
             over = used - bench.expected_bytes
             text += f"; weights and KV pages {bench.expected_bytes / 1e9:.1f} GB, so {over / 1e9:+.1f} GB beside them"
-            text += f" (at most {SPARE_BYTES / 1e9:g})"
+            text += f" (at most {SPARE_BYTES / 1e9:g}{': **missed**' if over > SPARE_BYTES else ''})"
         yield from (f"{text}.", "")
 
 

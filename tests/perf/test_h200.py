@@ -136,7 +136,9 @@ def test_the_page_shows_every_session_and_what_is_missed(released: OmniConfig):
     assert "| T2T@1 | 10.0 20.0 | 10.0 20.0 | p50 21 | p50 18 |" in text
     assert "| T2T@1 | 8 | 0 | 4 | 4 | 32 | 8 | 0 | 75.0% | 1 |" in text
     assert "| quick 02-base | 31 | 25 |" in text
-    assert "so +5.0 GB beside them (at most 8)" in text
+    assert "so +5.0 GB beside them (at most 8)." in text
+    bench.memory = {"h200": Memory(before=0, peak=(bench.expected_bytes or 0) + 9 * 10**9)}
+    assert "so +9.0 GB beside them (at most 8: **missed**)." in markdown(bench)
     assert "Problem: gate run of h200-audio ended with 3" in text
 
 

@@ -72,6 +72,23 @@ def test_info_says_which_switches_are_on_by_default_on_a_device(
     assert ("\n               off: launch_ahead\n" in told) == bool(off)
 
 
+def test_info_tells_the_checkpoints_dtype_from_the_one_it_computes_in_and_says_that_there_is_no_gpu(
+    tiny_checkpoint: Path,
+):
+    def told(device: str, *more: str) -> str:
+        words = command("info", str(tiny_checkpoint), "--device", device, *more)
+        env = environment(CUDA_VISIBLE_DEVICES="")
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60).stdout
+
+    text = told("cuda")
+    assert "\n               checkpoint dtype: float32\n" in text
+    assert "\ngpu            none: PyTorch sees no CUDA GPU on this machine\n" in text
+    assert "\ndtype          bfloat16, in which cuda computes unless --dtype names another\n" in text
+    found = json.loads(told("cuda", "--json"))
+    assert (found["gpu"], found["dtype"], found["model"]["dtype"]) == (None, "bfloat16", "float32")
+    assert "\ngpu " not in told("cpu") and "\ndtype          float32, in which cpu computes" in told("cpu")
+
+
 def test_info_refuses_a_device_that_is_not_served(tiny_checkpoint: Path):
     words = command("info", str(tiny_checkpoint), "--device", "abacus")
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
