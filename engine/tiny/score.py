@@ -156,11 +156,11 @@ def score(
     Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main voice can't speak here, CheckpointError for a
     folder that can't be served.
     """
+    if librispeech is not None:
+        check_references(librispeech)
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         raise ValueError(f"the score needs the voice {MAIN_VOICE}: {reason}")
     workdir.make(out)
-    if librispeech is not None:
-        check_references(librispeech)
     served = Served(folder, device)
     asked, skipped = wanted(sizes, librispeech, seed)
     tell(f"score: {len(asked)} requests")
