@@ -266,7 +266,7 @@ class Served:
         sampling = Sampling() if one.draw is None else self.defaults.sampling(one.draw)
         speech = Speech(voice=VOICE, max_frames=frames, sampling=sampling) if one.aloud else None
         draft = Request(id=name, prompt_ids=[], max_tokens=MOST_TOKENS, speech=speech)
-        audio = [] if one.heard is None else [_wav(one.heard)]
+        audio = [] if one.heard is None else [wav(one.heard)]
         return self.processor.complete(draft, Inputs(messages=one.example.messages, audio=audio))
 
 
@@ -278,7 +278,8 @@ def _take(answer: Answer, event: Event) -> None:
     answer.speech_ended |= event.audio_finish_reason == STOP
 
 
-def _wav(samples: Floats) -> bytes:
+def wav(samples: Floats) -> bytes:
+    """`samples` [n] at 24 kHz as a WAV file of 16 bits."""
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, SAMPLE_RATE, format="WAV", subtype="PCM_16")
     return buffer.getvalue()

@@ -354,7 +354,7 @@ def train_the_thinker(out: Path, plan: Plan, sitting: Sitting) -> None:
         language.config,
         Mixture(kinds, plan.thinker_cost, plan.seed),
         out / "thinker",
-        settings=_thinker_settings(plan),
+        settings=optim.Settings(minutes=plan.thinker_minutes, seed=plan.seed),
         minutes=sitting.minutes,
         device=torch.device(plan.device),
     )
@@ -394,7 +394,7 @@ def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
         utterances,
         out / "talker",
         voice=VOICE,
-        settings=_talker_settings(plan),
+        settings=optim.Settings(minutes=plan.talker_minutes, seed=plan.seed),
         minutes=sitting.minutes,
         device=torch.device(plan.device),
     )
@@ -410,14 +410,6 @@ def spoken_utterances(out: Path, language: Language) -> Iterator[Utterance]:
         encoded = language.encode(example, [audio_tokens(round(s * mels.FRAMES_PER_SECOND)) for s in seconds])
         codes = shards.read(out / "codes", one.shard, one.start, one.frames).T.astype(np.int64)
         yield Utterance(encoded.ids[: encoded.prompt], encoded.ids[encoded.prompt : -1], codes)
-
-
-def _thinker_settings(plan: Plan) -> optim.Settings:
-    return optim.Settings(minutes=plan.thinker_minutes, seed=plan.seed)
-
-
-def _talker_settings(plan: Plan) -> optim.Settings:
-    return optim.Settings(minutes=plan.talker_minutes, seed=plan.seed)
 
 
 def _averaged(module: nn.Module, out: Path, name: str) -> nn.Module:
@@ -475,7 +467,9 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
 
 def describe(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write the model card into the model folder; ValueError when that would be too large, or the main voice can't speak."""
-    recipe = card.Recipe(librispeech=_with_librispeech(out, plan.seed), copies=plan.copies, read=plan.read)
+    begun = workdir.begun(out)
+    assert begun is not None
+    recipe = card.Recipe(librispeech=begun.librispeech, copies=begun.copies, read=begun.read)
     size = card.write(out / "export" / MODEL, out, recipe)
     sitting.listener(f"card: the model folder has {size} bytes")
 

@@ -8,7 +8,6 @@ It ends with 1 when an answer differs, with 64 on wrong usage, with 69 where som
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -27,7 +26,6 @@ from tests.perf.usage import EXIT_CANNOT_RUN, Parser, checkpoint, count, folder_
 if __name__ == "__main__":
     require_torch("hugging_face")
 
-import soundfile
 import torch
 from torch import Tensor
 
@@ -36,7 +34,7 @@ from engine.errors import WalkgateError
 from engine.model.processor import Inputs, Processor
 from engine.request import Request, Sampling, Speech
 from engine.tiny import tasks, voices
-from engine.tiny.score import FRAMES_PER_SECOND, MOST_TOKENS, VOICE, Asked, Served
+from engine.tiny.score import FRAMES_PER_SECOND, MOST_TOKENS, VOICE, Asked, Served, wav
 from engine.tiny.text import sentences
 from engine.tiny.voices import MAIN_VOICE, SAMPLE_RATE, Floats
 from tests.hf import hf_generate
@@ -136,14 +134,8 @@ def request(processor: Processor, name: str, one: Asked) -> Request:
     """What the engine runs for a prompt; Hugging Face is given the ids and the log-mel values in it."""
     speech = Speech(voice=VOICE, max_frames=MOST_FRAMES, sampling=SAMPLING, codes=True) if one.aloud else None
     draft = Request(id=name, prompt_ids=[], max_tokens=MOST_TOKENS, speech=speech)
-    audio = [] if one.heard is None else [_wav(one.heard)]
+    audio = [] if one.heard is None else [wav(one.heard)]
     return processor.complete(draft, Inputs(messages=one.example.messages, audio=audio))
-
-
-def _wav(samples: Floats) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples, SAMPLE_RATE, format="WAV", subtype="PCM_16")
-    return buffer.getvalue()
 
 
 def load_hugging_face(folder: Path) -> Any:
