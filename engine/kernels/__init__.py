@@ -230,7 +230,7 @@ class Ops(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of `q` [B, T, Hq, d] over `k`, `v` [B, L, Hkv, d], scale d**-0.5; returns [B, T, Hq * d].
 
-        `mask` is [T, L] or [B, T, L] bool, true where visible; None is everything.
+        `mask` [T, L] or [B, T, L] float32 is added to the scores: 0 where visible, else -inf. None makes everything visible.
         """
 
     def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

@@ -16,14 +16,14 @@ from engine.kernels import BLOCK, Ints, Segment
 class AttentionGroup:
     """Blocks of BLOCK positions, of any segments, that see the same number of pages.
 
-    `rows` [blocks * BLOCK] int64, the token row at each place (row 0 where a block reaches beyond its segment); `pages`
-    [blocks * seen] int64; `future` [blocks, 1, 1, BLOCK, seen * page_size] bool, true where a place must not look.
+    `rows` [blocks * BLOCK] int64, the token row at each place (its segment's first where a block reaches beyond it); `pages`
+    [blocks * seen] int64; `mask` [blocks, BLOCK, seen * page_size] float32, 0 where a place may look, else -inf.
     """
 
     blocks: int
     rows: Tensor
     pages: Tensor
-    future: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,16 @@ def lay_out(segments: Sequence[Segment], page_size: int, device: torch.device) -
             pages += segment.pages[:seen]
             for at in range(low - segment.start, low - segment.start + BLOCK):
                 inside = 0 <= at < segment.length
-                picked.append(segment.offset + at if inside else 0)
+                picked.append(segment.offset + at if inside else segment.offset)
                 if inside:
                     places[segment.offset + at] = before + len(picked) - 1
         before += len(picked)
-        starts = torch.tensor([low for _, low in blocks], device=device)
-        ends = starts[:, None, None, None, None] + torch.arange(BLOCK, device=device)[:, None]
         groups.append(
             AttentionGroup(
                 blocks=len(blocks),
                 rows=torch.tensor(picked, dtype=torch.int64, device=device),
                 pages=torch.tensor(pages, dtype=torch.int64, device=device),
-                future=torch.arange(seen * page_size, device=device) > ends,
+                mask=_mask(np.array([low for _, low in blocks]), seen * page_size).to(device),
             )
         )
     return BlockLayout(tuple(groups), torch.tensor(places, dtype=torch.int64, device=device))
@@ -70,28 +68,28 @@ def move_on(
     layout: BlockLayout, pages: Ints, before: Ints, starts: Ints, page_size: int, device: torch.device
 ) -> BlockLayout:
     """Lay out decode rows at `starts` [R], reusing what rows at `before` [R] had if no row has left its block."""
-    kept = layout.groups if np.array_equal(before // BLOCK, starts // BLOCK) else None
+    if np.array_equal(before // BLOCK, starts // BLOCK):
+        return BlockLayout(layout.groups, layout.places + torch.from_numpy(starts - before).to(device))
     seen = starts // page_size + 1
     groups = []
     places = np.zeros_like(starts)
     used = 0
-    for number, count in enumerate(dict.fromkeys(seen.tolist())):
+    for count in dict.fromkeys(seen.tolist()):
         members = np.flatnonzero(seen == count)
         places[members] = used + BLOCK * np.arange(len(members)) + starts[members] % BLOCK
-        rows = np.zeros(BLOCK * len(members), dtype=np.int64)
-        rows[places[members] - used] = members
-        used += len(rows)
-        if kept is not None:
-            old = kept[number]
-            groups.append(AttentionGroup(old.blocks, torch.from_numpy(rows).to(device), old.pages, old.future))
-            continue
-        ends = (starts[members] // BLOCK * BLOCK)[:, None, None, None, None] + np.arange(BLOCK)[:, None]
+        used += BLOCK * len(members)
         groups.append(
             AttentionGroup(
                 blocks=len(members),
-                rows=torch.from_numpy(rows).to(device),
+                rows=torch.from_numpy(np.repeat(members, BLOCK)).to(device),
                 pages=torch.from_numpy(pages[members, :count].reshape(-1)).to(device),
-                future=torch.from_numpy(np.arange(count * page_size) > ends).to(device),
+                mask=_mask(starts[members] // BLOCK * BLOCK, count * page_size).to(device),
             )
         )
     return BlockLayout(tuple(groups), torch.from_numpy(places).to(device))
+
+
+def _mask(lows: Ints, length: int) -> Tensor:
+    """What the blocks from positions `lows` [blocks] add to their scores of `length` positions: [blocks, BLOCK, length]."""
+    later = np.arange(length) > lows[:, None, None] + np.arange(BLOCK)[:, None]
+    return torch.from_numpy(np.where(later, np.float32(-np.inf), np.float32(0)))

@@ -2,17 +2,21 @@
 
 A request must give the same bits alone, in company and on any boot. Two rules bring that about:
 
-- every matrix product runs in blocks of exactly BLOCK rows, the last one padded with zeros: with a fixed row count, a row's
-  bits depend neither on its place nor on its neighbours (a library picks its kernel, hence its summing order, by shape);
+- every matrix product has the bits of products of exactly BLOCK rows, the last ones padded with zeros: with a fixed row count,
+  a row's bits depend neither on its place nor on its neighbours (a library picks its kernel, hence its summing order, by
+  shape). More rows go into one product where a trial has shown that they get the same bits. Widths are multiples of 4, as the
+  architecture's are: a library may treat other rows by where they lie in memory;
 - a function of the exp/sin family runs over a multiple of LANES elements: torch's vector loop leaves a tail to scalar code
-  whose last bit can differ, and where that tail falls depends on how many rows came along. It runs over PIECE elements at
-  most, which torch does not share out among threads, since each thread's share has a tail of its own.
+  whose last bit can differ, and where that tail falls depends on how many rows came along. Where torch has several threads,
+  it runs over PIECE elements at most, which are not shared out among them, since each thread's share has a tail of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,25 +30,74 @@ from engine.kernels.blocks import AttentionGroup, BlockLayout
 
 LANES = 64
 PIECE = 16384
-PAIRS_ALONE = 16
+# The most rows that one product takes.
+MOST_ROWS = 64
+
+Runs = Sequence[tuple[int, int]]
+"""Rows that follow one another: an expert and how many of them, padding included, are its own."""
+
+
+@cache
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of `shape`, the same tensor on every call: to join them to others takes less time than torch's own padding."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     count = x.numel()
-    if count % LANES == 0 and count <= PIECE:
+    alone = count <= PIECE or torch.get_num_threads() == 1
+    if count % LANES == 0 and alone:
         return function(x.contiguous())
-    flat = F.pad(x.reshape(-1), (0, -count % LANES))
-    if count > PIECE:
+    flat = torch.cat((x.reshape(-1), _zeros((-count % LANES,), x.dtype, x.device)))
+    if not alone:
         return torch.cat([function(piece) for piece in torch.split(flat, PIECE)])[:count].view(x.shape)
     return function(flat)[:count].view(x.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """Pad `x` [n, K] with zero rows and view it as [ceil(n/BLOCK), BLOCK, K]."""
-    n, width = x.shape
-    short = -n % BLOCK
-    padded = F.pad(x, (0, 0, 0, short)) if short else x.contiguous()
-    return padded.view(-1, BLOCK, width)
+def _padded(x: Tensor) -> Tensor:
+    """`x` [n, K] with zero rows behind it, up to a multiple of BLOCK: [n or more, K]."""
+    short = -x.shape[0] % BLOCK
+    return torch.cat((x, _zeros((short, x.shape[1]), x.dtype, x.device))) if short else x.contiguous()
+
+
+@cache
+def _exact(rows: int, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, threads: int) -> bool:
+    """Whether a product of so many rows gives each the bits of a product of BLOCK rows, as tried on random numbers.
+
+    `shape` and `strides` are the weight's; `threads` is what torch has, as a library shares a product out among them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, shape[1], generator=generator).to(dtype)
+    weight = torch.empty_strided(shape, strides, dtype=dtype).copy_(torch.randn(shape, generator=generator))
+    return torch.equal(F.linear(x, weight), _by_block(x, weight))
+
+
+def _by_block(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply `x` [n, K], n a multiple of BLOCK, by `weight` [M, K] transposed, BLOCK rows at a time; returns [n, M]."""
+    return torch.cat([F.linear(block, weight) for block in torch.split(x, BLOCK)])
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """What `_by_block` gives, bit for bit, in as few products as that allows: of `x` [n, K] and `weight` [M, K]; [n, M]."""
+    rows = x.shape[0]
+    if rows == BLOCK:
+        return F.linear(x, weight)
+    if rows > MOST_ROWS:
+        return torch.cat([_product(part, weight) for part in torch.split(x, MOST_ROWS)])
+    if _exact(rows, weight.shape, weight.stride(), x.dtype, torch.get_num_threads()):
+        return F.linear(x, weight)
+    return _by_block(x, weight)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, any shape. Of what is left as it is, torch makes nothing new, but takes as long as for a sum."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+@cache
+def _number(value: float) -> Tensor:
+    """`value` as a float32 tensor without dimensions, the same one on every call: else torch makes one for each call."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +117,7 @@ class ReferenceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.counters: dict[str, int] = {}
+        self._experts: dict[tuple[int, torch.Size], tuple[Tensor, ...]] = {}
 
     def put(self, values: npt.NDArray[Any]) -> Tensor:
         """`values`, any shape, as a tensor of their own."""
@@ -93,14 +147,13 @@ class ReferenceOps:
     def embed_rows(self, table: Tensor, ids: Tensor, slots: Tensor, media: Tensor | None) -> Tensor:
         """Rows [n, H] of `ids` [n]: of `table` [V, H], through `slots` [S], or of `media` [n, H]."""
         wide = ids.long()
-        rows = table.index_select(0, torch.where(wide < 0, slots[(-1 - wide).clamp(0, len(slots) - 1)], wide))
+        left = slots.index_select(0, (-1 - wide).clamp_(0, slots.shape[0] - 1))
+        rows = table.index_select(0, torch.where(wide < 0, left, wide))
         return rows if media is None else torch.where((wide == MEDIA)[:, None], media.to(rows.dtype), rows)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Blocked product of `x` [n, K] and `weight` [M, K] transposed, plus `bias` [M]; returns [n, M]."""
-        n = x.shape[0]
-        padded = _blocks(x)
-        out = torch.bmm(padded, weight.t().expand(padded.shape[0], -1, -1)).view(-1, weight.shape[0])[:n]
+        out = _product(_padded(x), weight)[: x.shape[0]]
         return out if bias is None else out + bias
 
     def linear_float(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -118,8 +171,13 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm of `x` [..., H] with `weight` [H] or [heads, H]; returns [..., H]."""
         wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        return (wide * scale).to(x.dtype) * weight
+        if x.is_cpu:
+            # The mean of the squares plus eps, with the bits and in half the time of torch's `mean` and `add`.
+            total = (wide * wide).sum(-1, keepdim=True)
+            scale = torch.addcdiv(_number(eps), total, _number(x.shape[-1])).rsqrt_()
+        else:
+            scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return _cast(wide * scale, x.dtype) * weight
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Layer norm of `x` [..., H]; returns [..., H]."""
@@ -139,6 +197,10 @@ class ReferenceOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """SiLU of the first half times the second half of `gate_up` [n, 2I]; returns [n, I]."""
+        half = gate_up.shape[-1] // 2
+        if gate_up.is_cpu and gate_up.numel() <= PIECE:
+            # A few values too many take less time than a copy of the half that is wanted.
+            return self.silu(gate_up)[..., :half] * gate_up[..., half:]
         gate, up = gate_up.chunk(2, dim=-1)
         return self.silu(gate) * up
 
@@ -156,11 +218,11 @@ class ReferenceOps:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [n, heads, d] by halves with tables [n, d]; returns [n, heads, d]."""
         left, right = x.chunk(2, dim=-1)
-        return x * cos[:, None] + torch.cat([-right, left], dim=-1) * sin[:, None]
+        return x * cos.unsqueeze(1) + torch.cat([-right, left], dim=-1) * sin.unsqueeze(1)
 
     def write_kv(self, cache: Tensor, rows: Tensor, where: Tensor) -> None:
         """Store `rows` [n, Hkv, d] at flat places `where` [n] of `cache` [pages, page_size, Hkv, d]."""
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, where, rows)
+        cache.flatten(0, 1).index_copy_(0, where, rows)
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
         """Causal attention of `q` [n, Hq, d] over caches [pages, page_size, Hkv, d]; returns [n, Hq * d].
@@ -170,9 +232,18 @@ class ReferenceOps:
         """
         layout = plan.layout
         assert isinstance(layout, BlockLayout)
-        parts = [_group_attention(q, k_cache, v_cache, group) for group in layout.groups]
+        parts = [self._group_attention(q, k_cache, v_cache, group) for group in layout.groups]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined.index_select(0, layout.places)
+
+    def _group_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup) -> Tensor:
+        """Attend from a group's places over its pages; returns [blocks * BLOCK, Hq * d]."""
+        kv_heads, dim = k_cache.shape[2:]
+        queries = q.index_select(0, group.rows).view(group.blocks, BLOCK, -1, dim)
+        keys, values = (
+            cache.index_select(0, group.pages).view(group.blocks, -1, kv_heads, dim) for cache in (k_cache, v_cache)
+        )
+        return self.attention(queries, keys, values, group.mask).flatten(0, 1)
 
     def self_attention(self, qkv: Tensor, at: Attend, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
         """Norm, rotate, store and attend over `qkv` [n, (Hq + 2 Hkv) d]; returns [n, Hq * d]."""
@@ -185,6 +256,8 @@ class ReferenceOps:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of `q` [B, T, Hq, d] over `k`, `v` [B, L, Hkv, d]; returns [B, T, Hq * d]."""
+        if q.is_cpu and q.dtype == torch.float32:
+            return _fused_attention(q, k, v, mask)
         batch, count, heads, dim = q.shape
         length, groups = k.shape[1], k.shape[2]
         share = heads // groups
@@ -196,7 +269,7 @@ class ReferenceOps:
         scores = (torch.bmm(queries, keys) * dim**-0.5).view(batch, groups, share, count, length)
         if mask is not None:
             shape = (1, 1, 1, count, length) if mask.dim() == 2 else (batch, 1, 1, count, length)
-            scores = scores.masked_fill(~mask.view(shape), float("-inf"))
+            scores = scores + mask.view(shape)
         weights = scores.float().softmax(-1).to(q.dtype).view(-1, share * count, length)
         mixed = torch.bmm(weights, values).view(batch, groups, share, count, dim)
         return mixed.permute(0, 3, 1, 2, 4).reshape(batch, count, heads * dim)
@@ -208,7 +281,7 @@ class ReferenceOps:
         weights, ids = weights[:, :top_k], ids[:, :top_k]
         if renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(logits.dtype), ids
+        return _cast(weights, logits.dtype), ids
 
     def add_experts(self, x: Tensor, routed: Routed, plan: Plan) -> Tensor:
         """`x` [n, H] plus its experts; returns [n, H]."""
@@ -219,28 +292,38 @@ class ReferenceOps:
     def experts(self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Weighted sum of SwiGLU experts over `x` [n, H]; returns [n, H]."""
         n, top_k = ids.shape
-        if n * top_k <= PAIRS_ALONE:
-            # A block for each pair: every place of it holds the same row. No sorting, and the bits are the same.
-            experts = ids.reshape(-1)
-            blocks = x[:, None, None].expand(n, top_k, BLOCK, -1).reshape(n * top_k, BLOCK, -1)
-            picked = self._swiglu(blocks, experts, gate_up, down)[:, 0]
-        else:
-            pair_rows, experts = _expert_blocks(ids, gate_up.shape[0])
-            padded = x.new_zeros(experts.shape[0] * BLOCK, x.shape[1])
-            padded.index_copy_(0, pair_rows, x.repeat_interleave(top_k, dim=0))
-            out = self._swiglu(padded.view(-1, BLOCK, x.shape[1]), experts, gate_up, down)
-            picked = out.view(-1, x.shape[1]).index_select(0, pair_rows)
-        ranked = picked.view(n, top_k, -1) * weights[:, :, None]
-        first, *others = ranked.unbind(1)
-        total = first.float()
-        for other in others:
-            total = total + other
-        return total.to(x.dtype)
+        picked = self._few(x, ids, gate_up, down) if n <= BLOCK else self._many(x, ids, gate_up, down)
+        ranked = picked.view(n, top_k, -1) * weights.unsqueeze(-1)
+        return _cast(_cast(ranked, torch.float32).sum(1), x.dtype)
 
-    def _swiglu(self, blocks: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Run each of `blocks` [b, BLOCK, H] through its expert of `experts` [b]; returns [b, BLOCK, H]."""
-        hidden = torch.bmm(blocks, gate_up.index_select(0, experts).transpose(1, 2))
-        return torch.bmm(self.silu_mul(hidden), down.index_select(0, experts).transpose(1, 2))
+    def _few(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """What the experts `ids` [n, k] make of their rows `x` [n, H] of one block; returns [n * k, H].
+
+        Each expert that a row has chosen runs over all of them, which sorts nothing and moves no bit.
+        """
+        block, pairs = _padded(x), ids.tolist()
+        chosen = list(dict.fromkeys(chain.from_iterable(pairs)))
+        wide, narrow = self._each(gate_up), self._each(down)
+        hidden = self.silu_mul(torch.cat([torch.mm(block, wide[expert]) for expert in chosen]))
+        parts = zip(hidden.view(-1, BLOCK, down.shape[2]).unbind(), chosen, strict=True)
+        made = torch.cat([torch.mm(part, narrow[expert]) for part, expert in parts])
+        if len(pairs) == 1:
+            return made[::BLOCK]
+        places = [chosen.index(expert) * BLOCK + row for row, experts in enumerate(pairs) for expert in experts]
+        return made.index_select(0, torch.tensor(places))
+
+    def _each(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """The matrices of `weights` [E, M, K], each [K, M]. They are kept, so that no other tensor can come to lie there."""
+        key = weights.data_ptr(), weights.shape
+        if key not in self._experts:
+            self._experts[key] = weights.transpose(1, 2).unbind()
+        return self._experts[key]
+
+    def _many(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """What the experts `ids` [n, k] make of their rows `x` [n, H], in blocks of an expert's rows; returns [n * k, H]."""
+        rows, places, runs = _by_expert(ids, gate_up.shape[0])
+        hidden = self.silu_mul(_expert_products(x.index_select(0, rows), runs, gate_up))
+        return _expert_products(hidden, runs, down).index_select(0, places)
 
     def conv1d(self, x: Tensor, weight: Tensor, bias: Tensor, dilation: int = 1, groups: int = 1) -> Tensor:
         """Valid convolution of `x` [1, C, L]; returns [1, D, L-(k-1)*dilation]."""
@@ -275,38 +358,40 @@ class ReferenceOps:
         return x
 
 
-def _group_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup) -> Tensor:
-    """Attend from a group's places over its pages; returns [blocks * BLOCK, Hq * d].
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of `q` [B, T, Hq, d] over `k`, `v` [B, L, Hkv, d], `mask` [T, L] or [B, T, L], as one call of torch's.
 
-    Keys and values are copied to one layout whatever the number of blocks, as a product's bits may follow its strides.
+    Returns [B, T, Hq * d]. torch works on each sequence and head by itself, so that their number moves no bit.
     """
-    _, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    blocks, share, seen = group.blocks, heads // kv_heads, group.future.shape[-1]
-    queries = q.index_select(0, group.rows).view(blocks, BLOCK, kv_heads, share, dim)
-    queries = queries.permute(0, 2, 3, 1, 4).reshape(-1, share * BLOCK, dim)
-    keys, values = (
-        cache.index_select(0, group.pages).view(blocks, seen, kv_heads, dim).transpose(1, 2).reshape(-1, seen, dim)
-        for cache in (k_cache, v_cache)
-    )
-    scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(dim**-0.5).view(blocks, kv_heads, share, BLOCK, seen)
-    weights = scores.masked_fill_(group.future, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
-    mixed = torch.bmm(weights.view(-1, share * BLOCK, seen), values).view(blocks, kv_heads, share, BLOCK, dim)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, heads * dim)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
-def _expert_blocks(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Lay the pairs of `ids` [n, k] out in blocks of BLOCK rows that share an expert.
+def _expert_products(x: Tensor, runs: Runs, weights: Tensor) -> Tensor:
+    """Multiply `x` [n, K], in the order of `runs`, by `weights` [E, M, K] transposed; returns [n, M].
 
-    Returns the padded row of each pair [n*k] and the expert of each block [blocks], both int64.
+    The weights of an expert are read where they lie: a copy of them takes longer than the product.
     """
-    flat = ids.reshape(-1)
-    counts = torch.bincount(flat, minlength=experts)
-    block_counts = (counts + BLOCK - 1) // BLOCK
-    first_row = (block_counts.cumsum(0) - block_counts) * BLOCK
-    order = flat.argsort(stable=True)
-    before = counts.cumsum(0) - counts
-    rank = torch.empty_like(flat)
-    rank[order] = torch.arange(flat.numel())
-    rows = first_row[flat] + rank - before[flat]
-    return rows, torch.arange(experts).repeat_interleave(block_counts)
+    parts = torch.split(x, [rows for _, rows in runs])
+    return torch.cat([_product(part, weights[expert]) for part, (expert, _) in zip(parts, runs, strict=True)])
+
+
+def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Runs]:
+    """Lay the pairs of `ids` [n, k] out by expert, with places added until each expert's are a multiple of BLOCK.
+
+    Returns the row at each place [places], row 0 where no pair lies; the place of each pair [n * k], both int64; and the
+    places as runs.
+    """
+    flat = ids.flatten().numpy()
+    counts = np.bincount(flat, minlength=experts)
+    padded = -(-counts // BLOCK) * BLOCK
+    # How far an expert's pairs move on for what was added before them.
+    shift = padded.cumsum() - padded - (counts.cumsum() - counts)
+    places = np.empty_like(flat)
+    places[flat.argsort(kind="stable")] = np.arange(len(flat)) + shift.repeat(counts)
+    rows = np.zeros(padded.sum(), dtype=np.int64)
+    rows[places] = np.arange(len(flat)) // ids.shape[1]
+    runs = [(expert, count) for expert, count in enumerate(padded.tolist()) if count]
+    return torch.from_numpy(rows), torch.from_numpy(places), runs

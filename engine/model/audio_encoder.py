@@ -1,4 +1,7 @@
-"""The audio encoder: log-mel frames of one request's clips to rows of the Thinker's input."""
+"""The audio encoder: log-mel frames of one request's clips to rows of the Thinker's input.
+
+A clip is encoded by itself and as a whole, so its bits are its own without the blocks of rows that `Ops.linear` works in.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,12 @@ class _Layer:
     def forward(self, x: Tensor, window: int) -> Tensor:
         """Run over one clip's rows `x` [n, D], attending inside blocks of `window` rows; returns [n, D]."""
         ops = self.ops
-        x = x + ops.linear(self._attend(ops.layer_norm(x, *self.norm1, NORM_EPS), window), *self.out)
-        inner = ops.gelu(ops.linear(ops.layer_norm(x, *self.norm2, NORM_EPS), *self.fc1))
-        return x + ops.linear(inner, *self.fc2)
+        x = x + F.linear(self._attend(ops.layer_norm(x, *self.norm1, NORM_EPS), window), *self.out)
+        inner = ops.gelu(F.linear(ops.layer_norm(x, *self.norm2, NORM_EPS), *self.fc1))
+        return x + F.linear(inner, *self.fc2)
 
     def _attend(self, x: Tensor, window: int) -> Tensor:
-        q, k, v = self.ops.linear(x, *self.qkv).view(x.shape[0], 3, self.heads, -1).unbind(1)
+        q, k, v = F.linear(x, *self.qkv).view(x.shape[0], 3, self.heads, -1).unbind(1)
         blocks = zip(*(torch.split(rows, window) for rows in (q, k, v)), strict=True)
         return torch.cat([self.ops.attention(a[None], b[None], c[None], None)[0] for a, b, c in blocks])
 
@@ -98,18 +101,19 @@ class AudioEncoder:
 
     def _clip(self, mel: Tensor, width: int, window: int) -> Tensor:
         chunks = torch.split(mel.to(self.conv_out.dtype), self.chunk_frames, dim=1)
-        x = torch.cat([self._chunk(chunk, width) for chunk in chunks])
+        parts = [self._chunk(chunk, width) for chunk in chunks]
+        places = torch.cat([self.positions[: part.shape[0]] for part in parts])
+        x = F.linear(torch.cat(parts), self.conv_out) + places
         for layer in self.layers:
             x = layer.forward(x, window)
         ops = self.ops
         x = ops.layer_norm(x, *self.norm, NORM_EPS)
-        return ops.linear(ops.gelu(ops.linear(x, *self.proj1)), *self.proj2)
+        return F.linear(ops.gelu(F.linear(x, *self.proj1)), *self.proj2)
 
     def _chunk(self, chunk: Tensor, width: int) -> Tensor:
-        """Convolve one `chunk` [mel_bins, T <= width] padded to `width` frames; returns its valid rows [n, D]."""
+        """Convolve one `chunk` [mel_bins, T <= width] padded to `width` frames; returns its valid rows [n, C * F]."""
         x = F.pad(chunk, (0, width - chunk.shape[1]))[None, None]
         for weight, bias in self.convolutions:
             x = self.ops.gelu(self.ops.conv2d(x, weight, bias, stride=2, padding=1))
-        rows = x[0].permute(2, 0, 1).reshape(x.shape[3], -1)  # time, then channel-major over frequency
-        rows = self.ops.linear(rows, self.conv_out) + self.positions[: rows.shape[0]]
+        rows = x[0].permute(2, 0, 1).flatten(1)  # time, then channel-major over frequency
         return rows[: rows_of(chunk.shape[1])]

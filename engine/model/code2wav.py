@@ -292,7 +292,8 @@ class Code2Wav:
         """Run the pre-transformer over `x` [chunk, H], of which `count` rows are real; returns [chunk, H]."""
         angles = (state.frames + self.steps)[:, None] * self.frequencies
         rope = self.ops.rope_tables(angles, x.dtype)
-        mask = self.in_window & (self.places >= self.config.window - 1 - state.frames)
+        visible = self.in_window & (self.places >= self.config.window - 1 - state.frames)
+        mask = torch.zeros(visible.shape, device=x.device).masked_fill_(~visible, float("-inf"))
         for layer in self.layers:
             x = layer.forward(x, count, rope, mask, state)
         return self.ops.rms_norm(x, self.norm, self.config.eps)

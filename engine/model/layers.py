@@ -109,8 +109,10 @@ class Stack:
         """
         rope = rope or self.rope(plan.positions, x.dtype)
         tapped = x if tap == 0 else None
-        for index, layer in enumerate(self.layers):
-            x = layer.forward(x, rope, plan, k_cache[index], v_cache[index])
+        for index, (layer, keys, values) in enumerate(
+            zip(self.layers, k_cache.unbind(), v_cache.unbind(), strict=True)
+        ):
+            x = layer.forward(x, rope, plan, keys, values)
             if tap == index + 1:
                 tapped = x
             if deepstack is not None and index < len(deepstack[1]):

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import soundfile
 
-from engine.config import EngineSettings, SettingError
+from engine.config import EngineSettings, SettingError, switches_off
 from engine.engine import Engine, kernel_options
 from engine.errors import CheckpointError
 from engine.model.omni import load_model
@@ -233,10 +233,14 @@ def _said(texts: Sequence[str], voice: str) -> list[Floats]:
 
 
 class Served:
-    """A model folder in an engine of this process."""
+    """A model folder in an engine of this process, with the switches that a server has."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        settings = EngineSettings(device=device, dtype="float32" if device == "cpu" else "bfloat16")
+        settings = EngineSettings(
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
+            disabled=switches_off(device, disable="", enable=""),
+        )
         options = kernel_options(settings)
         model = load_model(folder, device=device, dtype=options.dtype, options=options)
         self.engine = Engine(model, settings)

@@ -50,7 +50,7 @@ def assert_same(got: Plan, want: Plan) -> None:
     pairs.append((laid.places, fresh.places))
     for mine, other in zip(laid.groups, fresh.groups, strict=True):
         assert mine.blocks == other.blocks
-        pairs += [(mine.rows, other.rows), (mine.pages, other.pages), (mine.future, other.future)]
+        pairs += [(mine.rows, other.rows), (mine.pages, other.pages), (mine.mask, other.mask)]
     for mine_tensor, other_tensor in pairs:
         assert mine_tensor.dtype == other_tensor.dtype and torch.equal(mine_tensor, other_tensor)
 

@@ -36,7 +36,9 @@ def config(tiny_checkpoint: Path) -> OmniConfig:
 
 @pytest.fixture(scope="module")
 def weights(tiny_checkpoint: Path) -> Weights:
-    return load_weights(tiny_checkpoint, OmniConfig.load(tiny_checkpoint))
+    read = load_weights(tiny_checkpoint, OmniConfig.load(tiny_checkpoint))
+    # On a GPU they lie row by row.
+    return Weights({name: tensor.contiguous() for name, tensor in read.tensors.items()}, read.shard)
 
 
 def options(*off: str, **more: bool) -> KernelOptions:

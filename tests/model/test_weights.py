@@ -193,7 +193,15 @@ def test_weights_come_in_the_dtype_asked_for(config, tiny_checkpoint, loaded):
     half = load_weights(tiny_checkpoint, config, torch.bfloat16).tensors
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
     assert torch.equal(half["thinker.head"], loaded["thinker.head"].bfloat16())
-    assert all(tensor.is_contiguous() for tensor in half.values())
+
+
+def test_only_on_a_cpu_what_rows_are_multiplied_by_lies_column_by_column(config, tiny_checkpoint, loaded):
+    by_columns = {name for name, tensor in loaded.items() if not tensor.is_contiguous()}
+    assert all(loaded[name].mT.is_contiguous() for name in by_columns)
+    assert {"thinker.head", "thinker.layers.0.qkv", "thinker.layers.0.gate_up", "talker.layers.1.down"} <= by_columns
+    assert not any(".embed" in name or "conv1" in name or loaded[name].dim() == 1 for name in by_columns)
+    elsewhere = load_weights(tiny_checkpoint, config, device="meta").tensors
+    assert all(tensor.is_contiguous() for tensor in elsewhere.values())
 
 
 @pytest.mark.parametrize("stacked", [False, True])

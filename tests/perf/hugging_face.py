@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from engine.config import EngineSettings
 from engine.engine import Engine
 from engine.errors import WalkgateError
 from engine.model.processor import Inputs, Processor
@@ -340,7 +341,7 @@ def main() -> int:
     parser.add_argument("folder", type=checkpoint, help="a model folder that `omni tiny train` made")
     parser.add_argument("--out", type=folder_to_write, required=True)
     parser.add_argument("--prompts", type=count, default=50)
-    parser.add_argument("--threads", type=count, default=2)
+    parser.add_argument("--threads", type=count, default=EngineSettings().threads)
     wish = parser.parse_args()
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         parser.exit(EXIT_CANNOT_RUN, f"hugging_face: the clips need the voice {MAIN_VOICE}: {reason}\n")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import OFF_BY_DEFAULT
 from engine.model.config import OmniConfig
 from engine.model.weights import expected_tensors
 from engine.tiny import tasks, tokenizer, voices
@@ -111,6 +112,12 @@ def test_a_tensor_that_differs_is_told_at_its_first_token_and_ends_with_1(
     assert rows[2].difference is not None and rows[2].difference.startswith("code 5 of frame 0 is ")
     assert report(rows, {"threads": 1}, tmp_path) == 1
     assert "2 of 3 greedy answers are the same" in (tmp_path / "hugging_face.md").read_text(encoding="utf-8")
+
+
+def test_the_engine_runs_with_the_switches_of_a_server_on_a_cpu(served: Served):
+    switches = served.engine.info()["switches"]
+    assert isinstance(switches, dict)
+    assert [name for name, on in switches.items() if not on] == sorted(OFF_BY_DEFAULT["cpu"])
 
 
 def test_prompts_are_of_all_tasks_and_none_comes_twice(served: Served):
