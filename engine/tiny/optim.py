@@ -18,11 +18,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.tiny import workdir
 
 SHARD_BYTES = 15_000_000
+# Not cuDNN's: it plans for every new shape anew, which takes longer than a step.
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Vectors, embeddings and heads are not pulled towards zero: rare ids would fade.
 KEPT = ("embed_tokens", "codec_embedding", "lm_head", "codec_head")
 
@@ -92,6 +95,11 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         if (state := _latest(folder)) is not None:
             self._resume(state)
+            self._cut_curve()
+
+    @property
+    def _curve(self) -> Path:
+        return self.folder / "curve.jsonl"
 
     @property
     def moment(self) -> Moment:
@@ -104,7 +112,8 @@ class Training:
         end, saved = min(before + 60 * minutes, 60 * self.settings.minutes), before
         self.module.train()
         while self.seconds < end:
-            self._step(loss)
+            with sdpa_kernel(ATTENTION):
+                self._step(loss)
             self.seconds = before + self._clock() - started
             if self.seconds - saved >= self.settings.save_s:
                 self.save()
@@ -152,7 +161,7 @@ class Training:
     def _log(self, moment: Moment, values: Mapping[str, Tensor]) -> None:
         line = {name: round(float(value.detach()), 5) for name, value in values.items()}
         head = {"step": self.step, "seconds": round(self.seconds, 2), "rate": round(rate(self.settings, moment), 7)}
-        workdir.append(self.folder / "curve.jsonl", json.dumps(head | line).encode())
+        workdir.append(self._curve, json.dumps(head | line).encode())
         if not math.isfinite(line["loss"]):
             raise FloatingPointError(
                 f"training diverged before step {self.step}: lower the peak rate, or resume earlier"
@@ -200,6 +209,16 @@ class Training:
                             for key in ("exp_avg", "exp_avg_sq")
                         },
                     }
+
+    def _cut_curve(self) -> None:
+        """Drop what a run that was broken off logged after its last state: those steps are done again."""
+        if not self._curve.exists():
+            return
+        lines = self._curve.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] <= self.step]
+        unfinished = self._curve.with_suffix(".part")
+        unfinished.write_bytes(b"".join(kept))
+        os.replace(unfinished, self._curve)
 
 
 class _Meta(msgspec.Struct, frozen=True):

@@ -101,3 +101,23 @@ def test_a_state_of_another_model_is_named(tmp_path: Path):
         Training(module(0, 5), SETTINGS, tmp_path, CPU)
     with pytest.raises(ValueError, match=rf"^{state} has no average\.2\.weight; fetch it again"):
         averaged(nn.Sequential(*module(0), nn.Linear(1, 1)), tmp_path)
+
+
+def test_what_was_logged_after_the_last_state_is_dropped(tmp_path: Path):
+    trained(tmp_path)
+    curve = tmp_path / "curve.jsonl"
+    curve.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    Training(module(0), SETTINGS, tmp_path, CPU)
+    assert curve.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_attention_is_not_planned_anew_for_each_shape(tmp_path: Path):
+    used = []
+
+    def loss(moment: optim.Moment) -> dict[str, torch.Tensor]:
+        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return {"loss": training.module(torch.ones(1, 4)).square().sum()}
+
+    training = Training(module(0), SETTINGS, tmp_path, CPU)
+    training.run(loss, 1 / 6000)
+    assert used == [False] * training.step != []
