@@ -23,7 +23,7 @@ class Conversation:
     """Ids of a prompt and its answer, and at most one clip.
 
     The first `prompt` of `ids` (at least one) are given, the others learned. `mel` is [bins, T], and the ids hold one audio
-    placeholder for each row of it; `transcript` are the ids of what is said in it, without special tokens.
+    placeholder for each row of it; `transcript` are the letters of what is said in it (`letters.letters`).
     """
 
     ids: Sequence[int]
@@ -120,6 +120,11 @@ def cost(one: Conversation) -> int:
     """What a conversation costs in a batch: its ids, and four for each of its clip's rows."""
     # Eight mel frames go through three convolutions and the encoder for each row.
     return len(one.ids) + (0 if one.mel is None else 4 * audio_tokens(one.mel.shape[1]))
+
+
+def growing(progress: float, short: float = 0.15) -> float:
+    """The share of all items, shortest first, that may be drawn at `progress`: at first a fifth, from `short` on all."""
+    return min(1.0, 0.2 + 0.8 * progress / short)
 
 
 class Alike(Generic[T]):

@@ -36,7 +36,7 @@ _MEL_BINS, _FRAMES_A_COLUMN, _LEVELS = 48, 2, 12
 # By stage: the file of its curve, the losses that are drawn, and what the axis says.
 _CURVES = {
     "codec": ("log.jsonl", ("spectral",), "spectral distance"),
-    "thinker": ("curve.jsonl", ("text", "ctc"), "cross entropy"),
+    "thinker": ("curve.jsonl", ("text", "letters"), "cross entropy"),
     "talker": ("curve.jsonl", ("first", "rest"), "cross entropy"),
 }
 _STAGES = {

@@ -33,6 +33,8 @@ BRANCH_SCALE = 0.1  # what a residual branch of the decoder starts with
 MEMORY = 0.99  # share of the running counts and sums that a batch leaves in place
 IDLE_SHARE = 0.05  # a code chosen less often than this share of its book's average is put somewhere else
 STARTING_ROUNDS = 8  # of moving a book onto the clusters of the first batch
+# Parts of a latent that books share: a frame that is not quite foreseen gets a few codes wrong, not all that build on one.
+PARTS = 8
 
 
 def mel_filters(bins: int, window: int) -> Tensor:
@@ -321,7 +323,7 @@ class Quantized:
     """What the quantizer made of latents [B, T, H], with B * T = N rows and Q codebooks.
 
     `latents` [B, T, H] is the mean of the chosen embeddings, with the gradient passed straight through; `codes` [Q, N] int64;
-    `residuals` [Q, N, H] is what each codebook had before it; `commitment` is a scalar, how far the latents are off.
+    `residuals` [Q, N, H] is what each codebook saw; `commitment` is a scalar, how far the latents are off.
     """
 
     latents: Tensor
@@ -333,16 +335,22 @@ class Quantized:
 class ResidualQuantizer(nn.Module):
     """Chooses codes book by book, each for what the books before it left over, and moves the books after what chose them.
 
+    A book looks at one of `parts` equal parts of a latent, book q at part q % parts: the first `parts` books say all of it
+    roughly, and those after them say it better.
+
     The decoder takes the mean over books, so an embedding is `books` times what its codebook subtracts. Running counts and
     sums (buffers [Q, K] and [Q, K, H]) decide where an embedding lies; no gradient does.
     """
 
     counts: Tensor
     sums: Tensor
+    seen: Tensor
 
-    def __init__(self, books: int, codes: int, hidden: int) -> None:
+    def __init__(self, books: int, codes: int, hidden: int, parts: int = 1) -> None:
         super().__init__()
-        self.books, self.size = books, codes
+        self.books, self.size, self.parts = books, codes, parts
+        part = torch.arange(hidden) * parts // hidden
+        self.register_buffer("seen", part == torch.arange(books)[:, None] % parts, persistent=False)
         self.register_buffer("counts", torch.zeros(books, codes))
         self.register_buffer("sums", torch.zeros(books, codes, hidden))
 
@@ -355,14 +363,15 @@ class ResidualQuantizer(nn.Module):
         codes, residuals = [], []
         heard = active.repeat_interleave(latents.shape[1])[:, None] > torch.arange(self.books, device=rows.device)
         for book in range(self.books):
-            nearest = _nearest(rest, words[book])
+            seen = rest * self.seen[book]
+            nearest = _nearest(seen, words[book])
             chosen = words[book][nearest]
             codes.append(nearest)
-            residuals.append(rest)
+            residuals.append(seen)
             rest = rest - chosen
             total = total + chosen * heard[:, book, None]
             reached = rows.detach() - rest
-            off = off + (rows - reached).square().mean()
+            off = off + self.parts * ((rows - reached) * self.seen[book]).square().mean()
         passed = (rows + (total - rows).detach()).view_as(latents)
         return Quantized(passed, torch.stack(codes), torch.stack(residuals), off / self.books)
 
@@ -379,11 +388,12 @@ class ResidualQuantizer(nn.Module):
         words = self._words(table).clone()
         for book in range(self.books):
             picks = torch.randint(len(rest), (self.size,), generator=generator, device=rest.device)
-            words[book] = rest[picks]
+            seen = rest * self.seen[book]
+            words[book] = seen[picks]
             for _ in range(STARTING_ROUNDS):
-                chosen = F.one_hot(_nearest(rest, words[book]), self.size).to(rest.dtype)
+                chosen = F.one_hot(_nearest(seen, words[book]), self.size).to(rest.dtype)
                 count = chosen.sum(0)[:, None]
-                words[book] = torch.where(count > 0, chosen.t() @ rest / count.clamp(min=1.0), words[book])
+                words[book] = torch.where(count > 0, chosen.t() @ seen / count.clamp(min=1.0), words[book])
             rest = rest - words[book][_nearest(rest, words[book])]
         self.counts.fill_(len(rest) / self.size)
         self.sums.copy_(words * self.counts[..., None])
@@ -420,7 +430,9 @@ class Codec(nn.Module):
     def __init__(self, config: Code2WavConfig, width: int = 128) -> None:
         super().__init__()
         self.encoder = Encoder(config.hidden, width)
-        self.quantizer = ResidualQuantizer(config.quantizers, config.codebook, config.hidden)
+        self.quantizer = ResidualQuantizer(
+            config.quantizers, config.codebook, config.hidden, min(PARTS, config.quantizers)
+        )
         self.decoder = Decoder(config)
         if self.decoder.frame != MEL_HOP << HALVINGS:
             raise ValueError(f"a frame must be {MEL_HOP << HALVINGS} samples, is {self.decoder.frame}")

@@ -272,11 +272,11 @@ class Trainer:
         return pool.segments(self.settings.batch, self.settings.frames * self.codec.decoder.frame, generator)
 
     def _active(self, generator: torch.Generator) -> Tensor:
-        """How many books each clip of the batch hears: all, or by lot any number."""
-        settings, books = self.settings, self.codec.quantizer.books
-        counts = torch.randint(1, books + 1, (settings.batch,), generator=generator, device=self.device)
-        few = torch.rand(settings.batch, generator=generator, device=self.device) < FEW_BOOKS_SHARE
-        return torch.where(few, counts, books)
+        """How many books each clip of the batch hears: all, or by lot any number that says something of every part."""
+        quantizer, batch = self.codec.quantizer, self.settings.batch
+        counts = torch.randint(quantizer.parts, quantizer.books + 1, (batch,), generator=generator, device=self.device)
+        few = torch.rand(batch, generator=generator, device=self.device) < FEW_BOOKS_SHARE
+        return torch.where(few, counts, quantizer.books)
 
     def _set_rate(self, share: float) -> None:
         settings = self.settings

@@ -33,8 +33,8 @@ QUIET = ("lm_head", "codec_head", "mlp.gate", "shared_expert_gate")
 QUIET_DEVIATION = 0.02
 EMBEDDING_DEVIATION = 0.3
 
-# A head that only training has: nothing of it is exported.
-CTC_HEAD = "ctc_head"
+# What only training has: nothing of it is exported.
+LETTERS_HEAD = "letters_head"
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines, each [L, d] float32."""
@@ -42,9 +42,9 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """How much the CTC loss and the imbalance of the experts count beside the loss of what is said."""
+    """How much the letters and the imbalance of the experts count beside the loss of what is said."""
 
-    ctc: float = 0.0
+    letters: float = 0.0
     balance: float = 0.01
 
 
@@ -272,7 +272,7 @@ def tensors(parameters: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The released tensors, any shape, of a module's `parameters`; `prefix` (with its dot) goes before their names."""
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
-        if name.startswith(CTC_HEAD):
+        if name.startswith(LETTERS_HEAD):
             continue
         whole = prefix + name
         ending = next((end for end in STACKED if whole.endswith(end)), None)

@@ -7,7 +7,7 @@
     heard    a corpus in all voices and paces, for listening
     mels     log-mel frames of `heard`, clean and in rooms with noise
     thinker  Thinker and audio encoder
-    talker   Talker and code predictor, over the Thinker's text embeddings
+    talker   Talker and code predictor, over the same text embeddings
     export   the model folder, in export/omni-tiny
     score    what the engine makes of that folder
     card     the model card, in that folder
@@ -45,6 +45,7 @@ from engine.tiny import card, codec_train, mels, optim, score, shards, speech, t
 from engine.tiny.batches import Conversation, Mixture
 from engine.tiny.codec import Codec
 from engine.tiny.export import write_trained
+from engine.tiny.letters import letters, spelled
 from engine.tiny.score import TRAINED_REFERENCES, VOICE, Sizes
 from engine.tiny.shapes import config
 from engine.tiny.talker import Talker, Utterance, Utterances
@@ -97,16 +98,16 @@ class Plan:
 
     @classmethod
     def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
-        """For one H200 with 16 cores, under an hour in all: half an hour of training, then data, starts and the score."""
+        """For one H200 with 16 cores, under an hour in all: forty minutes of training, then data, starts and the score."""
         return cls(
             name="h200",
-            heard_hours=24.0,
-            spoken_hours=10.0,
+            heard_hours=40.0,
+            spoken_hours=20.0,
             copies=2,
             read=100_000,
-            codec_minutes=7.5,
-            thinker_minutes=14.0,
-            talker_minutes=10.0,
+            codec_minutes=6.0,
+            thinker_minutes=17.0,
+            talker_minutes=17.0,
             thinker_cost=48_000,
             talker_frames=8_000,
             codec=codec_train.Settings(seed=seed),
@@ -193,9 +194,10 @@ class Language:
         """Ids of `example`, whose clips take `clip_tokens` rows."""
         return tasks.encode(example, self.tokenizer, self.template, self.config.ids, clip_tokens)
 
-    def ids(self, text: str) -> list[int]:
-        """Ids of `text` alone, without special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+    def text_embedding(self, seed: int) -> Tensor:
+        """The table [V, H] float32 that Thinker and Talker share."""
+        text = self.config.thinker
+        return spelled([self.tokenizer.id_to_token(index) or "" for index in range(text.vocab)], text.hidden, seed)
 
 
 def make_texts(out: Path, plan: Plan, sitting: Sitting) -> None:
@@ -357,6 +359,7 @@ def train_the_thinker(out: Path, plan: Plan, sitting: Sitting) -> None:
         settings=optim.Settings(minutes=plan.thinker_minutes, seed=plan.seed),
         minutes=sitting.minutes,
         device=torch.device(plan.device),
+        text_embedding=language.text_embedding(plan.seed),
     )
     if not over:
         raise OutOfTime
@@ -374,7 +377,7 @@ def listening(out: Path, plan: Plan, language: Language) -> list[Conversation]:
             example = tasks.listening(lines[clip.line.text], rng)
             encoded = language.encode(example, [audio_tokens(clip.frames)])
             mel = frames[clip.start : clip.start + clip.frames].t()
-            made.append(Conversation(encoded.ids, encoded.prompt, mel, language.ids(clip.line.text)))
+            made.append(Conversation(encoded.ids, encoded.prompt, mel, letters(clip.line.text)))
     return made
 
 
@@ -390,7 +393,7 @@ def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
     utterances = Utterances(list(spoken_utterances(out, language)), plan.talker_frames, plan.seed)
     _, over = train_talker(
         language.config,
-        _text_embedding(out),
+        language.text_embedding(plan.seed),
         utterances,
         out / "talker",
         voice=VOICE,
@@ -409,37 +412,26 @@ def spoken_utterances(out: Path, language: Language) -> Iterator[Utterance]:
         seconds = [len(text) * speech.SECONDS_PER_CHARACTER for text in example.clips]
         encoded = language.encode(example, [audio_tokens(round(s * mels.FRAMES_PER_SECOND)) for s in seconds])
         codes = shards.read(out / "codes", one.shard, one.start, one.frames).T.astype(np.int64)
-        yield Utterance(encoded.ids[: encoded.prompt], encoded.ids[encoded.prompt : -1], codes)
+        prompt, answer = encoded.ids[: encoded.prompt], encoded.ids[encoded.prompt : -1]
+        yield Utterance(prompt, answer, codes, letters(example.answer))
 
 
 def _averaged(module: nn.Module, out: Path, name: str) -> nn.Module:
     return optim.averaged(module, _trained(out, name, "state-*"))
 
 
-def _thinker(out: Path) -> Thinker:
-    model = _averaged(Thinker(OmniConfig.parse(config())), out, "thinker")
-    assert isinstance(model, Thinker)
-    return model
-
-
-def _talker(out: Path) -> Talker:
-    model = _averaged(Talker(OmniConfig.parse(config()), _text_embedding(out)), out, "talker")
-    assert isinstance(model, Talker)
-    return model
-
-
-def _text_embedding(out: Path) -> Tensor:
-    """The Thinker's table [V, H] float32, rounded as it is exported."""
-    return _thinker(out).model.embed_tokens.weight.detach().bfloat16().float()
-
-
 def export(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write the model folder."""
     part = OmniConfig.parse(config()).talker
     assert part is not None
-    tensors = {**_thinker(out).tensors(), **_talker(out).tensors(), **_codec(out, plan).decoder.tensors()}
-    spelled = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
-    size = write_trained(out / "export" / MODEL, one_voice(tensors, part), spelled)
+    language = Language.load(out)
+    table = language.text_embedding(plan.seed)
+    thinker = _averaged(Thinker(language.config, table), out, "thinker")
+    talker = _averaged(Talker(language.config, table), out, "talker")
+    assert isinstance(thinker, Thinker) and isinstance(talker, Talker)
+    tensors = {**thinker.tensors(), **talker.tensors(), **_codec(out, plan).decoder.tensors()}
+    content = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
+    size = write_trained(out / "export" / MODEL, one_voice(tensors, part), content)
     sitting.listener(f"export: {size} bytes")
 
 
@@ -494,7 +486,7 @@ STAGES = {
     HEARD: Stage(make_heard, ("texts",)),
     "mels": Stage(make_mels, (HEARD,)),
     "thinker": Stage(train_the_thinker, ("texts", "mels"), on_device=True),
-    "talker": Stage(train_the_talker, ("texts", "codes", "thinker"), on_device=True),
+    "talker": Stage(train_the_talker, ("texts", "codes"), on_device=True),
     "export": Stage(export, ("texts", "codec", "thinker", "talker")),
     "score": Stage(rate, ("export",)),
     "card": Stage(describe, ("texts", "codec", "thinker", "talker", "export", "score")),

@@ -20,24 +20,27 @@ from torch import Tensor, nn
 
 from engine.model.config import OmniConfig, PredictorConfig, TalkerConfig
 from engine.model.talker import HEADER, OPENING, speaker_id, spoken_positions
-from engine.tiny.batches import Alike
+from engine.tiny.batches import Alike, growing
+from engine.tiny.letters import LettersHead
 from engine.tiny.optim import Moment, Settings, Training
-from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, ctc, initialise, rope_tables, tensors
+from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, initialise, rope_tables, tensors
 
 NONE = -1  # no code here
 IGNORED = -100  # no target here
+CODE_SHARE = 0.05
 HOST = ("counts", "said")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Utterance:
-    """A prompt, ids that end with an open assistant turn; the `text` that answers it, ids without the end of the turn; and the
-    `codes` [G, F] of the frames that speak it.
+    """A prompt, ids that end with an open assistant turn; the `text` that answers it, ids without the end of the turn; the
+    `codes` [G, F] of the frames that speak it; and its `letters` (`letters.letters`).
     """
 
     prompt: Sequence[int]
     text: Sequence[int]
     codes: NDArray[np.int64]
+    letters: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +50,7 @@ class SpeechBatch:
     A row's input is a text row and the sum of its codes: `text` [B, L] are ids of the Thinker, `media` [B, L] says where the
     row of a medium stands instead, `codes` [B, L, G] holds a frame, a special id in group 0, or NONE. `first` [B, L] is the
     code of group 0 to predict from a row, or IGNORED. The flat rows `spoken` [n] predict whole frames, `frames` [n, G];
-    `speech` [B, F] are the same rows, an utterance a line, padded with 0. `answers` [B, S] are the texts, padded with 0.
+    `speech` [B, F] are the same rows, an utterance a line, padded with 0. `answers` [B, S] are letters, padded with 0.
     Integers are int64. `counts` and `said` [B], the lengths of speech and of answers, stay on the host.
     """
 
@@ -100,9 +103,9 @@ def collate(utterances: Sequence[Utterance], config: OmniConfig, voice: str) -> 
         frames=torch.from_numpy(np.concatenate([one.codes.T for one in utterances]).astype(np.int64)),
         lengths=torch.tensor([len(ids) for ids, _, _ in rows]),
         speech=_padded(np.split(asked, np.cumsum(counts)[:-1])),
-        answers=_padded([np.array(one.text) for one in utterances]),
+        answers=_padded([np.array(one.letters, dtype=np.int64) for one in utterances]),
         counts=torch.tensor(counts),
-        said=torch.tensor([len(one.text) for one in utterances]),
+        said=torch.tensor([len(one.letters) for one in utterances]),
     )
 
 
@@ -208,7 +211,7 @@ class Talker(nn.Module):
         self.codec_head = nn.Linear(config.talker.stack.hidden, config.talker.stack.vocab, bias=False)
         self.text_projection, self.hidden_projection = _Projection(config.talker), _Projection(config.talker)
         self.code_predictor = CodePredictor(config.talker.predictor)
-        self.ctc_head = nn.Linear(config.talker.stack.hidden, config.thinker.vocab + 1)
+        self.letters_head = LettersHead(config.talker.stack.hidden)
         self.register_buffer("text_embedding", text_embedding.detach().clone().float(), persistent=False)
         initialise(self, config.talker.stack.layers, seed)
         # One row for every medium: the bias alone is learned.
@@ -245,10 +248,10 @@ class Talker(nn.Module):
         return first, self.code_predictor(rows, self.model.codec_embedding(batch.frames[:, 0]), batch.frames)
 
     def loss(self, batch: SpeechBatch, weighting: Weighting) -> dict[str, Tensor]:
-        """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `ctc`.
+        """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `letters`.
 
-        The CTC loss asks each row which token of the text it is about to speak. It makes the Talker keep its place in the
-        text, which arrives faster than it is spoken.
+        The letters that each row is about to speak are asked for as well. It makes the Talker keep its place in the text, which
+        arrives faster than it is spoken, and learn how it sounds.
         """
         y, uneven = self.model(self.embed(batch), batch.valid)
         scores, rest_scores = self._scores(y, batch)
@@ -256,15 +259,15 @@ class Talker(nn.Module):
         first = F.cross_entropy(scores, wanted, ignore_index=IGNORED)
         rest = F.cross_entropy(rest_scores.flatten(0, 1), batch.frames[:, 1:].flatten())
         counted = wanted != IGNORED
-        place = ctc(self.ctc_head(y.flatten(0, 1)[batch.speech]), batch.answers, batch.counts, batch.said)
+        place = self.letters_head(y.flatten(0, 1)[batch.speech], batch.answers, batch.counts, batch.said)
         return {
-            "loss": first + rest + weighting.balance * uneven + weighting.ctc * place,
+            "loss": first + rest + weighting.balance * uneven + weighting.letters * place,
             "first": first,
             "rest": rest,
             "first_right": ((scores.argmax(-1) == wanted) & counted).sum() / counted.sum(),
             "rest_right": (rest_scores.argmax(-1) == batch.frames[:, 1:]).float().mean(),
             "balance": uneven,
-            "ctc": place,
+            "letters": place,
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -272,13 +275,16 @@ class Talker(nn.Module):
         return tensors(dict(self.named_parameters()), "talker.")
 
 
-def corrupted(batch: SpeechBatch, share: float, codes: int, generator: torch.Generator) -> SpeechBatch:
-    """`batch` with a `share` of the frames' input codes [B, L, G] drawn anew from `codes`; what is to be predicted stays.
+def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Generator) -> SpeechBatch:
+    """`batch` with frames' input codes [B, L, G] drawn anew from `codes`; what is to be predicted stays.
 
-    Served, the Talker hears its own mistakes; trained on true frames alone it would not know how to go on from one.
+    Of an utterance any share of the frames up to `most` is drawn anew whole, and CODE_SHARE of the other codes. Served, the
+    Talker hears its own mistakes; trained on true frames alone, it would know an utterance by them and recite it.
     """
     given = batch.codes
-    draw = torch.rand(given.shape, generator=generator, device=given.device) < share
+    share = torch.rand((len(given), 1, 1), generator=generator, device=given.device) * most
+    draw = torch.rand((*given.shape[:2], 1), generator=generator, device=given.device) < share
+    draw = draw | (torch.rand(given.shape, generator=generator, device=given.device) < CODE_SHARE)
     other = torch.randint(codes, given.shape, generator=generator, device=given.device)
     return replace(batch, codes=torch.where(draw & (given >= 0) & (given < codes), other, given))
 
@@ -291,9 +297,9 @@ class Utterances:
         self._alike = Alike(utterances, lambda one: one.codes.shape[1])
         self._frames, self._seed = frames, seed
 
-    def draw(self, step: int) -> list[Utterance]:
-        """The utterances of `step`, at least one."""
-        return self._alike.draw(self._frames, 1.0, np.random.default_rng((self._seed, step)))
+    def draw(self, step: int, share: float) -> list[Utterance]:
+        """The utterances of `step`, from the shortest `share` (above 0, up to 1) of all; at least one."""
+        return self._alike.draw(self._frames, share, np.random.default_rng((self._seed, step)))
 
 
 def train(
@@ -306,14 +312,14 @@ def train(
     settings: Settings,
     minutes: float,
     device: torch.device,
-    weighting: Weighting = Weighting(ctc=0.2),  # noqa: B008 - a frozen value
-    corrupt: float = 0.05,
+    weighting: Weighting = Weighting(letters=0.5),  # noqa: B008 - a frozen value
+    corrupt: float = 0.9,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Talker, bool]:
     """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
 
-    `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the share of input codes that are drawn anew; `clock`
-    counts seconds.
+    `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the largest share of frames that are drawn anew (see
+    `corrupted`); `clock` counts seconds.
     """
     training = Training(Talker(config, text_embedding, seed=settings.seed), settings, folder, device, clock)
     generator = torch.Generator(device)
@@ -321,7 +327,7 @@ def train(
     def losses(moment: Moment) -> dict[str, Tensor]:
         model = training.module
         assert isinstance(model, Talker)
-        batch = collate(utterances.draw(moment.step), config, voice).to(device)
+        batch = collate(utterances.draw(moment.step, growing(moment.progress)), config, voice).to(device)
         # Seeded by the step, so that a resumed training draws what an unbroken one would.
         generator.manual_seed((settings.seed << 32) + moment.step)
         return model.loss(corrupted(batch, corrupt, model.part.predictor.vocab, generator), weighting)

@@ -1,14 +1,15 @@
 """The Thinker with its audio encoder for training: next-token loss on mixed text and speech, greedy answers, export.
 
-An encoder that only hears through the text model's loss is slow to find which rows belong to which word. For the first part of
-training a CTC head on the encoder's rows says so directly; it is no part of the export.
+An encoder that only hears through the text model's loss finds a way to tell the training's texts apart, from which the text
+model recites them. So a head asks the encoder's rows for letters, and answers are learned after words that were not said: both
+leave little to recite from. Neither is part of the export.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from engine.model.config import OmniConfig
 from engine.tiny.audio import AudioEncoder, spec_augment
-from engine.tiny.batches import Batch, Mixture, collate
+from engine.tiny.batches import Batch, Mixture, collate, growing
+from engine.tiny.letters import LettersHead
 from engine.tiny.optim import Moment, Settings, Training
-from engine.tiny.stack import Stack, Weighting, ctc, initialise, tensors
+from engine.tiny.stack import Stack, Weighting, initialise, tensors
 
 
 class _Text(Stack):
@@ -31,16 +33,20 @@ class _Text(Stack):
 
 
 class Thinker(nn.Module):
-    """Text model, audio encoder and CTC head."""
+    """Text model, over a table of embeddings that stays as it is, audio encoder and the head that asks for letters."""
 
-    def __init__(self, config: OmniConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: OmniConfig, text_embedding: Tensor, *, seed: int = 0) -> None:
+        """`text_embedding` is [V, H]."""
         super().__init__()
         self.config = config
         self.model = _Text(config)
         self.lm_head = nn.Linear(config.thinker.hidden, config.thinker.vocab, bias=False)
         self.audio_tower = AudioEncoder(config.audio)
-        self.ctc_head = nn.Linear(config.audio.out, config.thinker.vocab + 1)
+        self.letters_head = LettersHead(config.audio.out)
         initialise(self, config.thinker.layers, seed)
+        with torch.no_grad():
+            self.model.embed_tokens.weight.copy_(text_embedding)
+        self.model.embed_tokens.requires_grad_(False)
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Input rows [B, L, H] of `batch`, and the encoder's rows [C, R, H] (None without clips)."""
@@ -59,16 +65,16 @@ class Thinker(nn.Module):
         return self._scores(hidden, batch.asked)
 
     def loss(self, batch: Batch, weighting: Weighting) -> dict[str, Tensor]:
-        """Losses of `batch`, scalars: `loss` in all, `text`, `right` (the share of right tokens), `balance`, and `ctc`."""
+        """Losses of `batch`, scalars: `loss` in all, `text`, `right` (the share of right tokens), `balance`, and `letters`."""
         x, heard = self.embed(batch)
         hidden, uneven = self.model(x, batch.valid)
         scores = self._scores(hidden, batch.asked)
         text = F.cross_entropy(scores, batch.labels)
         found = {"text": text, "right": (scores.argmax(-1) == batch.labels).float().mean(), "balance": uneven}
         total = text + weighting.balance * uneven
-        if weighting.ctc > 0 and heard is not None:
-            found["ctc"] = ctc(self.ctc_head(heard), batch.transcripts, batch.heard, batch.spoken)
-            total = total + weighting.ctc * found["ctc"]
+        if heard is not None:
+            found["letters"] = self.letters_head(heard, batch.transcripts, batch.heard, batch.spoken)
+            total = total + weighting.letters * found["letters"]
         return {"loss": total, **found}
 
     def _scores(self, hidden: Tensor, at: Tensor) -> Tensor:
@@ -105,27 +111,21 @@ class Thinker(nn.Module):
         return tensors(dict(self.named_parameters()), "thinker.")
 
 
-@dataclass(frozen=True, slots=True)
-class Curriculum:
-    """What changes as training goes on, each until a share of its time.
+def misled(batch: Batch, most: float, generator: torch.Generator) -> Batch:
+    """`batch` with answers' ids [B, L] replaced by other answers' where they are read; what is to be predicted stays.
 
-    Until `short` the longest clips are held back, at first all but the shortest fifth. CTC counts `ctc` at first and fades out
-    until `ctc_until`.
+    In half of the conversations nothing is replaced, in the others any share up to `most`. `generator` is on the same device.
     """
-
-    short: float = 0.15
-    ctc: float = 1.0
-    ctc_until: float = 0.5
-
-    def share(self, progress: float) -> float:
-        """The share of the conversations, shortest first, that may be drawn."""
-        return min(1.0, 0.2 + 0.8 * progress / self.short) if self.short > 0 else 1.0
-
-    def weighting(self, progress: float) -> Weighting:
-        """How much each loss counts."""
-        if self.ctc <= 0 or progress >= self.ctc_until:
-            return Weighting()
-        return Weighting(ctc=self.ctc * (1 - progress / self.ctc_until))
+    flat, asked = batch.ids.flatten(), batch.asked
+    share = (torch.rand(len(batch.ids), generator=generator, device=flat.device) * 2 - 1).clamp(min=0) * most
+    draw = torch.rand(len(asked), generator=generator, device=flat.device)
+    # The row before an answer is the prompt's last one.
+    said = torch.zeros_like(asked, dtype=torch.bool)
+    said[1:] = asked[1:] == asked[:-1] + 1
+    other = torch.randint(len(asked), asked.shape, generator=generator, device=flat.device)
+    replaced = said & (draw < share[asked // batch.ids.shape[1]])
+    ids = flat.index_copy(0, asked, torch.where(replaced, batch.labels[other], flat[asked]))
+    return replace(batch, ids=ids.view_as(batch.ids))
 
 
 def train(
@@ -136,28 +136,31 @@ def train(
     settings: Settings,
     minutes: float,
     device: torch.device,
-    curriculum: Curriculum = Curriculum(),
+    text_embedding: Tensor,
+    weighting: Weighting = Weighting(letters=1.0),  # noqa: B008 - a frozen value
+    mislead: float = 0.5,
     augment: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Thinker, bool]:
     """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
 
-    `augment` blanks bands and stretches of the clips; `clock` counts seconds. Progress is logged to
-    `folder`/curve.jsonl. Tensors as in `Thinker`.
+    `text_embedding` is [V, H]; `mislead` is the largest share of an answer that is replaced where it is read (see `misled`);
+    `augment` blanks bands and stretches of the clips; `clock` counts seconds. Progress is logged to `folder`/curve.jsonl.
+    Tensors as in `Thinker`.
     """
-    training = Training(Thinker(config, seed=settings.seed), settings, folder, device, clock)
+    training = Training(Thinker(config, text_embedding, seed=settings.seed), settings, folder, device, clock)
     generator = torch.Generator(device)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
-        drawn = mixture.draw(moment.step, curriculum.share(moment.progress))
-        batch = collate(drawn, config.ids.audio).to(device)
+        batch = collate(mixture.draw(moment.step, growing(moment.progress)), config.ids.audio).to(device)
+        # Seeded by the step, so that a resumed training draws what an unbroken one would.
+        generator.manual_seed((settings.seed << 32) + moment.step)
+        batch = misled(batch, mislead, generator)
         if augment and batch.mels is not None:
-            # Seeded by the step, so that a resumed training draws what an unbroken one would.
-            generator.manual_seed((settings.seed << 32) + moment.step)
             batch = replace(batch, mels=spec_augment(batch.mels, batch.frames, generator))
         model = training.module
         assert isinstance(model, Thinker)
-        return model.loss(batch, curriculum.weighting(moment.progress))
+        return model.loss(batch, weighting)
 
     over = training.run(losses, minutes)
     model = training.averaged()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -11,6 +11,10 @@ from engine.model.tiny import NUM_BYTES, SPECIALS, SPLIT, WHOLE_WORDS, byte_lett
 from engine.tiny.shapes import VOCAB, token_ids
 from engine.tiny.tasks import questions
 from engine.tiny.text import sentence_case, sentences
+
+# Entries that are learned, of which the shortest are kept. Short tokens come up often, so that each is learned well, are
+# spelled much as they sound, and come nearly as fast as frames of speech.
+TRIED = 32_000
 
 
 def train(texts: Sequence[str]) -> dict[str, object]:
@@ -25,10 +29,10 @@ def train(texts: Sequence[str]) -> dict[str, object]:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB - len(SPECIALS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=TRIED, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(_with_roles(texts), trainer)
-    return _content(tokenizer)
+    return _content(_shortest(_merges(tokenizer)))
 
 
 def _with_roles(texts: Sequence[str]) -> Iterator[str]:
@@ -37,22 +41,38 @@ def _with_roles(texts: Sequence[str]) -> Iterator[str]:
     yield from ["\n".join(WHOLE_WORDS)] * len(texts)
 
 
-def _content(tokenizer: Tokenizer) -> dict[str, object]:
-    learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    fixed = token_ids()
-    ranked = [token for token, _ in learned if len(token) > 1 and token not in WHOLE_WORDS]
-    ordered = [*byte_letters(), *WHOLE_WORDS, *ranked]
-    if len(ordered) != VOCAB - len(SPECIALS) or len(learned) != len(ordered):
-        raise ValueError(f"the texts give {len(learned)} tokens, {VOCAB - len(SPECIALS)} are needed; give more texts")
-    vocab = {token: index for index, token in enumerate(ordered)}
-    assert all(vocab[word] == fixed[word] for word in WHOLE_WORDS) and vocab[ordered[NUM_BYTES - 1]] == NUM_BYTES - 1
-    return tokenizer_json(vocab, _merges(tokenizer), {content: fixed[content] for content in SPECIALS})
-
-
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The learned pairs in order of rank."""
     found = json.loads(tokenizer.to_str())["model"]["merges"]
     return [(left, right) for left, right in found]
+
+
+def _shortest(merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The pairs that make role words, and of the others those of the shortest tokens; ValueError where all are too few."""
+    made = {left + right: (left, right) for left, right in merges}
+    roles = set[str]().union(*(_made_of(word, made) for word in WHOLE_WORDS))
+    room = VOCAB - len(SPECIALS) - NUM_BYTES - len(roles)
+    # A stable sort: among tokens as long the first that were learned. What a token is made of is shorter, so it is there too.
+    others = sorted((token for token in made if token not in roles), key=len)
+    if len(others) < room:
+        raise ValueError(f"the texts give {room - len(others)} tokens too few; give more texts")
+    kept = roles | set(others[:room])
+    return [pair for token, pair in made.items() if token in kept]
+
+
+def _made_of(token: str, merges: Mapping[str, tuple[str, str]]) -> set[str]:
+    """`token` and the tokens that it is made of, down to single letters."""
+    if len(token) == 1:
+        return set()
+    return {token}.union(*(_made_of(part, merges) for part in merges[token]))
+
+
+def _content(merges: list[tuple[str, str]]) -> dict[str, object]:
+    fixed = token_ids()
+    ranked = [left + right for left, right in merges if left + right not in WHOLE_WORDS]
+    vocab = {token: index for index, token in enumerate([*byte_letters(), *WHOLE_WORDS, *ranked])}
+    assert len(vocab) == VOCAB - len(SPECIALS) and all(vocab[word] == fixed[word] for word in WHOLE_WORDS)
+    return tokenizer_json(vocab, merges, {content: fixed[content] for content in SPECIALS})
 
 
 def training_texts(seed: int, references: Sequence[str]) -> list[str]:

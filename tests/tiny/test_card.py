@@ -49,7 +49,7 @@ def out(tmp_path: Path) -> Path:
         "codec/log.jsonl": lines(
             {"step": 100, "spectral": 2.0}, {"step": 200, "spectral": 1.0}, {"step": 200, "db": 3}
         ),
-        "thinker/curve.jsonl": lines({"step": 50, "text": 5.0, "ctc": 6.0}, {"step": 100, "text": 1.0}),
+        "thinker/curve.jsonl": lines({"step": 50, "text": 5.0, "letters": 6.0}, {"step": 100, "text": 1.0}),
         "talker/curve.jsonl": lines({"step": 50, "first": 4.0, "rest": 4.0}, {"step": 4000, "first": 2.0, "rest": 3.0}),
     }
     scores = {"device": "cpu", "seed": 0, "scores": SCORES, "skipped": {"a2t_unseen_voice": "there is no flite"}}

@@ -148,6 +148,30 @@ def test_each_book_leaves_less_than_the_one_before_it():
     assert all(after < 0.95 * before for before, after in itertools.pairwise(left))
 
 
+def test_the_first_books_say_all_parts_roughly_and_the_others_say_them_better():
+    quantizer, table = ResidualQuantizer(4, 16, 8, parts=2), torch.zeros(64, 8)
+    latents = torch.randn(8, 50, 8, generator=generator())
+    quantizer.start(latents, table, generator(1))
+    quantizer.learn(quantizer(latents, table, torch.full((8,), 4)), table, generator(2))
+    words = table.view(4, 16, 2, 4)
+    assert [(book[:, 0] != 0).any() for book in words] == [True, False, True, False]
+    assert [(book[:, 1] != 0).any() for book in words] == [False, True, False, True]
+    off = [
+        (quantizer(latents, table, torch.full((8,), heard)).latents - latents).square().mean((0, 1)).view(2, 4).mean(1)
+        for heard in range(5)
+    ]
+    assert off[1][0] < 0.7 * off[0][0] and off[1][1] == off[0][1]
+    assert off[2][1] < 0.7 * off[1][1] and off[3][0] < 0.7 * off[2][0] and off[4][1] < 0.7 * off[3][1]
+
+
+def test_commitment_of_a_book_is_that_of_its_part():
+    quantizer, table = ResidualQuantizer(2, 2, 2, parts=2), torch.zeros(4, 2)
+    latents = torch.tensor([[[0.5, 2.0]]], requires_grad=True)
+    quantizer(latents, table, torch.tensor([2])).commitment.backward()
+    # Each book is off by the whole of its part.
+    torch.testing.assert_close(latents.grad, torch.tensor([[[0.5, 2.0]]]))
+
+
 def test_a_clip_that_hears_fewer_books_gets_the_sum_of_those_alone():
     quantizer, table = ResidualQuantizer(4, 16, 8), torch.randn(64, 8, generator=generator())
     latents = torch.randn(2, 5, 8, generator=generator(1))

@@ -21,6 +21,7 @@ from engine.tiny import card, shards, speech, stages, tasks, voices, workdir
 from engine.tiny.batches import collate
 from engine.tiny.card import LogLine
 from engine.tiny.codec_train import load as load_codec
+from engine.tiny.letters import letters
 from engine.tiny.score import Asked, Served, Sizes
 from engine.tiny.shapes import MAX_BYTES
 from engine.tiny.shards import MOST_BYTES
@@ -326,7 +327,7 @@ def test_without_the_main_voice_nothing_is_spoken(monkeypatch: pytest.MonkeyPatc
 def test_the_engine_serves_the_exported_folder(trained: Trained):
     served = Served(trained.out / "export" / MODEL, "cpu")
     [answer] = served.answers([Asked("t2t", tasks.ask(tasks.held_out_questions(0, 1)[0]))], [0.0])
-    assert answer.text
+    assert answer.ended or answer.text
 
 
 def test_every_speaker_is_the_one_voice_that_was_trained(trained: Trained):
@@ -344,10 +345,12 @@ def test_what_is_heard_becomes_conversations_about_its_own_clip(trained: Trained
     # Refuses placeholders that don't match the clip.
     batch = collate(made, language.config.ids.audio)
     assert batch.mels is not None and batch.mels.shape[1] == language.config.audio.mel_bins
-    answers = {line.text: {line.text, *([line.question.answer] if line.question else [])} for line in lines}
+    answers: dict[tuple[int, ...], set[str]] = {}
+    for line in lines:
+        told = {line.text, *([line.question.answer] if line.question else [])}
+        answers.setdefault(tuple(letters(line.text)), set()).update(told)
     for one in made:
-        heard = language.tokenizer.decode(list(one.transcript))
-        assert language.tokenizer.decode(one.ids[one.prompt : -1]) in answers[heard]
+        assert language.tokenizer.decode(one.ids[one.prompt : -1]) in answers[tuple(one.transcript)]
         assert one.ids[-1] == language.config.ids.im_end
 
 
@@ -355,6 +358,7 @@ def test_what_is_spoken_becomes_utterances_with_the_codes_of_their_clips(trained
     utterances = list(stages.spoken_utterances(trained.out, language))
     clips = speech.manifest(trained.out / SPOKEN)
     assert [language.tokenizer.decode(list(one.text)) for one in utterances] == [clip.line.text for clip in clips]
+    assert [list(one.letters) for one in utterances] == [letters(clip.line.text) for clip in clips]
     config = language.config.code2wav
     assert config is not None
     codec = load_codec(trained.out / "codec", config, PLAN.codec.width)
@@ -371,6 +375,6 @@ def test_half_of_what_is_spoken_answers_questions_and_some_prompts_are_clips():
     assert sum(bool(example.clips) for example in made) == pytest.approx(350, abs=60)
 
 
-def test_an_h200_trains_for_half_an_hour():
+def test_an_h200_trains_for_forty_minutes():
     plan = Plan.h200()
-    assert 28 <= plan.codec_minutes + plan.thinker_minutes + plan.talker_minutes <= 33
+    assert 38 <= plan.codec_minutes + plan.thinker_minutes + plan.talker_minutes <= 42

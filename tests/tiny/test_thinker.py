@@ -13,11 +13,11 @@ from engine.model.omni import OmniModel, load_model
 from engine.model.positions import audio_tokens
 from engine.model.weights import expected_tensors
 from engine.tiny.audio import AudioEncoder, clip_rows, spec_augment
-from engine.tiny.batches import Conversation, Mixture, collate
+from engine.tiny.batches import Conversation, Mixture, collate, growing
 from engine.tiny.optim import Settings, Training
 from engine.tiny.shapes import config as released
 from engine.tiny.stack import Weighting
-from engine.tiny.thinker import Curriculum, Thinker, train
+from engine.tiny.thinker import Thinker, misled, train
 from tests.hf import chat, clip
 from tests.naive import Alone, generate
 from tests.tiny.exported import Ticks, scatter, write
@@ -32,9 +32,15 @@ def config(tiny_checkpoint: Path) -> OmniConfig:
     return OmniConfig.load(tiny_checkpoint)
 
 
+def table(config: OmniConfig) -> Tensor:
+    """Embeddings drawn at random."""
+    text = config.thinker
+    return 0.3 * torch.randn(text.vocab, text.hidden, generator=torch.Generator().manual_seed(1))
+
+
 @pytest.fixture(scope="module")
 def thinker(config: OmniConfig) -> Thinker:
-    model = Thinker(config)
+    model = Thinker(config, table(config))
     scatter(model)
     return model.eval()
 
@@ -51,9 +57,10 @@ def mel(frames: int) -> Tensor:
 
 
 def heard(config: OmniConfig, frames: int, answer: list[int]) -> Conversation:
+    """A clip of noise in which each of the answer's ids is said as a letter."""
     prompt = chat(config.ids, ("user", clip(config.ids, audio_tokens(frames))))
     ids = [*prompt, *answer, config.ids.im_end]
-    return Conversation(ids, len(prompt), mel(frames), answer)
+    return Conversation(ids, len(prompt), mel(frames), [token % 28 for token in answer])
 
 
 def read(config: OmniConfig, question: list[int], answer: list[int]) -> Conversation:
@@ -66,7 +73,7 @@ def test_the_export_is_every_tensor_of_text_model_and_encoder_in_its_released_sh
     config = OmniConfig.parse(released())
     wanted = expected_tensors(config)
     wanted = {name: shape for name, shape in wanted.items() if name.startswith("thinker.") and ".visual." not in name}
-    assert {name: tuple(value.shape) for name, value in Thinker(config).tensors().items()} == wanted
+    assert {name: tuple(value.shape) for name, value in Thinker(config, table(config)).tensors().items()} == wanted
 
 
 @torch.inference_mode()
@@ -126,7 +133,7 @@ def test_greedy_answers_of_a_batch_are_the_engines_of_each_prompt(config, thinke
 
 
 def test_an_answer_ends_with_the_end_of_the_turn(config):
-    model = Thinker(config)
+    model = Thinker(config, table(config))
     with torch.no_grad():
         model.lm_head.weight.zero_()
     prompt = chat(config.ids, ("user", [300]))
@@ -141,46 +148,45 @@ def test_the_loss_is_the_mean_over_what_is_learned_and_counts_its_parts(config, 
     conversations = [read(config, [301], [310, 311]), heard(config, 130, [320])]
     batch = collate(conversations, config.ids.audio)
     with torch.inference_mode():
-        plain = thinker.loss(batch, Weighting(ctc=0.0, balance=0.0))
-        full = thinker.loss(batch, Weighting(ctc=0.5, balance=0.25))
+        plain = thinker.loss(batch, Weighting(letters=0.0, balance=0.0))
+        full = thinker.loss(batch, Weighting(letters=0.5, balance=0.25))
         scores = thinker(batch).log_softmax(-1)
     want = -scores[torch.arange(len(batch.labels)), batch.labels].mean()
     torch.testing.assert_close(plain["loss"], want)
-    assert "ctc" not in plain
-    torch.testing.assert_close(full["loss"], want + 0.5 * full["ctc"] + 0.25 * full["balance"])
+    torch.testing.assert_close(full["loss"], want + 0.5 * full["letters"] + 0.25 * full["balance"])
 
 
-def test_every_parameter_is_learned_from_a_mixed_batch(config, thinker):
+def test_every_parameter_but_the_table_is_learned_from_a_mixed_batch(config, thinker):
     batch = collate([read(config, [301], [310, 311]), heard(config, 330, [320])], config.ids.audio)
     thinker.zero_grad(set_to_none=True)
-    thinker.loss(batch, Weighting(ctc=1.0))["loss"].backward()
+    thinker.loss(batch, Weighting(letters=1.0))["loss"].backward()
     without = [name for name, value in thinker.named_parameters() if value.grad is None or not value.grad.any()]
     thinker.zero_grad(set_to_none=True)
     # A bias on all keys alike moves every score of a row by the same, so nothing depends on it.
-    assert [name for name in without if not name.endswith("k_proj.bias")] == []
+    assert [name for name in without if not name.endswith("k_proj.bias")] == ["model.embed_tokens.weight"]
 
 
 def test_losses_under_autocast_are_those_of_float32_but_for_rounding(config, thinker):
     batch = collate([read(config, [301], [310, 311]), heard(config, 330, [320])], config.ids.audio)
     with torch.no_grad():
-        want = thinker.loss(batch, Weighting(ctc=1.0))
+        want = thinker.loss(batch, Weighting(letters=1.0))
         with torch.autocast("cpu", torch.bfloat16):
-            got = thinker.loss(batch, Weighting(ctc=1.0))
+            got = thinker.loss(batch, Weighting(letters=1.0))
     assert got["loss"].dtype == torch.float32
-    for name in ("loss", "text", "ctc", "balance"):
+    for name in ("loss", "text", "letters", "balance"):
         torch.testing.assert_close(got[name], want[name], rtol=0.05, atol=0.05)
 
 
 def test_a_state_of_the_real_sizes_is_files_of_less_than_16_mb_and_comes_back(tmp_path):
     config = OmniConfig.parse(released())
     settings = Settings(minutes=1, peak=1e-3)
-    training = Training(Thinker(config), settings, tmp_path, CPU, Ticks())
+    training = Training(Thinker(config, table(config)), settings, tmp_path, CPU, Ticks())
     prompt = [config.ids.im_start, config.ids.user]
     batch = collate([Conversation([*prompt, 300, 301], 2)], config.ids.audio)
     training.run(lambda moment: training.module.loss(batch, Weighting()), 1 / 60)
     sizes = [path.stat().st_size for path in tmp_path.rglob("*.safetensors")]
     assert max(sizes) < 16_000_000 and sum(sizes) < 50_000_000
-    again = Training(Thinker(config, seed=1), settings, tmp_path, CPU, Ticks())
+    again = Training(Thinker(config, table(config), seed=1), settings, tmp_path, CPU, Ticks())
     assert again.step == 1
     for (name, got), want in zip(again.module.named_parameters(), training.module.parameters(), strict=True):
         assert torch.equal(got, want), name
@@ -200,11 +206,23 @@ def test_augmentation_blanks_bands_and_stretches_and_nothing_else():
     assert torch.equal(got, spec_augment(mels, frames, torch.Generator().manual_seed(0)))
 
 
-def test_a_curriculum_starts_with_short_clips_and_ctc_and_ends_with_neither():
-    curriculum = Curriculum(short=0.2, ctc=1.0, ctc_until=0.5)
-    assert [round(curriculum.share(at), 3) for at in (0, 0.1, 0.2, 1)] == [0.2, 0.6, 1.0, 1.0]
-    assert [curriculum.weighting(at).ctc for at in (0, 0.25, 0.5, 1)] == [1.0, 0.5, 0.0, 0.0]
-    assert Curriculum(ctc=0.0).weighting(0.0).ctc == 0.0
+def test_training_starts_with_what_is_short():
+    assert [round(growing(at, short=0.2), 3) for at in (0, 0.1, 0.2, 1)] == [0.2, 0.6, 1.0, 1.0]
+
+
+def test_answers_are_read_with_others_words_in_half_of_the_conversations_and_asked_for_as_they_are(config):
+    conversations = [read(config, [301], [*range(300, 350)] * 2) for _ in range(200)]
+    batch = collate(conversations, config.ids.audio)
+    got = misled(batch, 0.5, torch.Generator().manual_seed(0))
+    assert torch.equal(got.labels, batch.labels) and torch.equal(got.asked, batch.asked)
+    changed = got.ids != batch.ids
+    prompt = conversations[0].prompt
+    assert not changed[:, :prompt].any() and not changed[:, -1].any()
+    assert set(got.ids[changed].tolist()) <= set(batch.labels.tolist())
+    share = changed[:, prompt:-1].float().mean(1)
+    assert 70 <= int((share == 0).sum()) <= 130
+    assert share.max() < 0.65 and 0.2 < share[share > 0].mean() < 0.3
+    assert torch.equal(misled(batch, 0.0, torch.Generator()).ids, batch.ids)
 
 
 def tone(word: int, frames: int = 12) -> Tensor:
@@ -219,7 +237,7 @@ def spoken_words(config: OmniConfig, words: list[int]) -> Conversation:
     answer = [300 + word for word in words]
     prompt = chat(config.ids, ("user", clip(config.ids, audio_tokens(sound.shape[1]))))
     ids = [*prompt, *answer, config.ids.im_end]
-    return Conversation(ids, len(prompt), sound, answer)
+    return Conversation(ids, len(prompt), sound, words)
 
 
 def toy(config: OmniConfig) -> OmniConfig:
@@ -245,7 +263,8 @@ def test_a_toy_model_learns_to_write_down_what_it_hears_and_to_repeat_what_it_re
         settings=settings,
         minutes=2,
         device=CPU,
-        curriculum=Curriculum(0.0, 0.5, 0.7),
+        text_embedding=table(config),
+        mislead=0.0,
         augment=False,
         clock=Ticks(),
     )
@@ -270,7 +289,16 @@ def test_training_goes_on_where_it_was_on_a_gpu(config, tmp_path):
     mixture = Mixture([(1, conversations), (1, [read(config, [301], [302])])], budget=400, seed=0)
     settings = Settings(minutes=1, peak=5e-3, warmup=10, log_every=10, save_s=600)
     pieces = [
-        train(config, mixture, tmp_path, settings=settings, minutes=0.5, device=torch.device("cuda"), clock=Ticks())
+        train(
+            config,
+            mixture,
+            tmp_path,
+            settings=settings,
+            minutes=0.5,
+            device=torch.device("cuda"),
+            text_embedding=table(config),
+            clock=Ticks(),
+        )
         for _ in range(2)
     ]
     assert [over for _, over in pieces] == [False, True]

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.model.chat import load_tokenizer
-from engine.model.tiny import SPECIALS, tokenizer_config, write_texts
+from engine.model.tiny import SPECIALS, WHOLE_WORDS, tokenizer_config, write_texts
 from engine.tiny.shapes import token_ids
+from engine.tiny.speech import SECONDS_PER_CHARACTER
 from engine.tiny.text import references, sentence_case, sentences
 from engine.tiny.tokenizer import train, training_texts
 from tests.shared import shared
@@ -81,9 +82,10 @@ def test_any_text_comes_back_from_its_ids(tokenizer, text):
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.normalizer.normalize_str(text)
 
 
-def test_the_generators_words_take_few_tokens(tokenizer):
+def test_tokens_are_short_and_come_about_half_as_fast_as_frames_of_speech(tokenizer):
     lines = sentences(9, 500, held_out=True)
-    assert sum(len(tokenizer.encode(line).ids) for line in lines) / sum(len(line.split()) for line in lines) < 1.4
+    letters = sum(map(len, lines)) / sum(len(tokenizer.encode(line).ids) for line in lines)
+    assert 1 / letters / SECONDS_PER_CHARACTER == pytest.approx(6.25, abs=1.5)
 
 
 def test_too_few_texts_for_the_vocabulary_are_refused():
@@ -91,9 +93,10 @@ def test_too_few_texts_for_the_vocabulary_are_refused():
         train(["Hello there."])
 
 
-def test_unheard_texts_take_under_two_tokens_a_word():
+def test_tokens_of_the_references_are_short_and_unheard_texts_take_few_more():
     folder = shared("data", "librispeech", "refs")
     content = train(training_texts(0, references(folder / "dev-clean.trans.txt")))
     tokenizer = Tokenizer.from_str(json.dumps(content))
+    assert max(len(token) for token in tokenizer.get_vocab() if "<" not in token and token not in WHOLE_WORDS) <= 7
     lines = [sentence_case(line) for line in references(folder / "test-clean.trans.txt")[:500]]
-    assert sum(len(tokenizer.encode(line).ids) for line in lines) / sum(len(line.split()) for line in lines) < 1.9
+    assert sum(map(len, lines)) / sum(len(tokenizer.encode(line).ids) for line in lines) > 2.3
