@@ -18,9 +18,10 @@ In arithmetic, spelling, opposites and the calendar, of which there are few, the
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from tokenizers import Tokenizer
@@ -206,6 +207,37 @@ class Encoded:
         return [place >= self.prompt for place in range(len(self.ids))]
 
 
+_NAMES = re.compile(rf"\b({'|'.join((*fillers('girl'), *fillers('boy')))})\b")
+_RENAMED_SHARE = 0.3
+_ONSETS = (
+    "b",
+    "c",
+    "d",
+    "f",
+    "g",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "t",
+    "v",
+    "w",
+    "br",
+    "ch",
+    "gr",
+    "sh",
+    "st",
+    "th",
+)
+_VOWELS = ("a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ee", "ia", "oo")
+_CODAS = ("", "", "l", "n", "r", "s", "t", "ck", "ne", "ry", "th")
+
+
 def _arithmetic(rng: Random, held_out: bool) -> Question:
     plus = rng.random() < 0.5
     first = rng.randrange(_MOST + 1)
@@ -374,8 +406,28 @@ def questions(seed: int, count: int) -> list[Question]:
     """Make `count` questions for training; one may come more than once. A smaller count gives the first of them."""
     makers = {**_MAKERS, **_MINOR}
     kinds = Random(f"kinds {seed}").choices(tuple(makers), [_WEIGHTS[kind] for kind in makers], k=count)
-    rng = Random(f"questions {seed}")
-    return [_made(makers[kind], rng, held_out=False) for kind in kinds]
+    rng, renamer = Random(f"questions {seed}"), Random(f"names {seed}")
+    made = (_made(makers[kind], rng, held_out=False) for kind in kinds)
+    return [_renamed(question, renamer) if renamer.random() < _RENAMED_SHARE else question for question in made]
+
+
+def _renamed(question: Question, rng: Random) -> Question:
+    """The question with made-up names for those in it: of a few names alone, one would learn those and not to say any again."""
+    names: dict[str, str] = {}
+
+    def other(match: re.Match[str]) -> str:
+        return names.setdefault(match[0], _made_up_name(rng))
+
+    earlier = tuple(_NAMES.sub(other, turn) for turn in question.earlier)
+    text, answer = _NAMES.sub(other, question.text), _NAMES.sub(other, question.answer)
+    renamed = replace(question, text=text, answer=answer, earlier=earlier)
+    return question if renamed.held_out else renamed
+
+
+def _made_up_name(rng: Random) -> str:
+    """Two or three syllables."""
+    syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.randrange(2, 4))]
+    return capitalised("".join(syllables) + rng.choice(_CODAS))
 
 
 def held_out_questions(seed: int = 0, count: int = 200) -> list[Question]:

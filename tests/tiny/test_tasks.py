@@ -38,7 +38,7 @@ from engine.tiny.tasks import (
     repeat,
     transcribe,
 )
-from engine.tiny.text import DAYS, MONTHS, number_words, sentences
+from engine.tiny.text import DAYS, MONTHS, fillers, number_words, sentences
 from engine.tiny.tokenizer import train, training_texts
 from gate.workload import CLIP_INSTRUCTION
 
@@ -263,3 +263,14 @@ def test_what_the_routes_and_the_gate_ask_is_what_training_asks(processor: Proce
 
 def test_a_text_with_braces_is_repeated_as_it_is():
     assert repeat("A {text} {b}").messages[0]["content"].endswith("\nA {text} {b}")
+
+
+def test_some_questions_are_about_made_up_names_that_come_back_in_the_answer():
+    known = {*fillers("girl"), *fillers("boy")}
+    asked = [one for one in questions(0, 3000) if one.kind in ("name", "introduction")]
+    told = [(one.answer.rstrip(".").split()[-1], " ".join((*one.earlier, one.text))) for one in asked]
+    assert all(name in before for name, before in told)
+    made_up = {name for name, _ in told if name not in known}
+    assert len(made_up) > 50
+    assert sum(name in made_up for name, _ in told) / len(told) == pytest.approx(0.3, abs=0.06)
+    assert not any(one.held_out for one in questions(0, 3000))
