@@ -540,13 +540,15 @@ def report(
 
 @app.command(name="plant")
 def plant_change(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="slow, flip or raise.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="slow, flip, raise or mute.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A scratch clone; it gets one commit more.")],
     fraction: Annotated[float, typer.Option(metavar="F", help="slow: this much of each decode step is slept.")] = 0.3,
     prompt_key: Annotated[str | None, typer.Option(metavar="HEX", help="flip, raise: the prompt's key.")] = None,
     prompt: Annotated[
         str | None, typer.Option(metavar="ID", help="flip, raise: the prompt of this id; absent: one that seed 0 asks.")
     ] = None,
+    layer: Annotated[int, typer.Option(metavar="N", help="mute: the Thinker's layer, counted from 0.")] = 0,
+    attention_head: Annotated[int, typer.Option(metavar="N", help="mute: the attention head that adds nothing.")] = 0,
 ) -> None:
     """Put a known fault into a scratch clone and commit it, to see whether the gate finds it.
 
@@ -555,11 +557,18 @@ def plant_change(
     `gate plant slow ../scratch --fraction 0.1`
 
     `gate plant flip ../scratch --prompt p00`
+
+    `gate plant mute ../scratch --layer 2 --attention-head 3`
     """
     with _reported():
         if kind not in plant.KINDS:
             raise PlantError(f"KIND {kind!r} does not exist; there are {', '.join(plant.KINDS)}")
-        change = plant.slow(fraction) if kind == "slow" else _at_prompt(kind, folder, prompt_key, prompt)
+        if kind == "slow":
+            change = plant.slow(fraction)
+        elif kind == "mute":
+            change = plant.mute(layer, attention_head)
+        else:
+            change = _at_prompt(kind, folder, prompt_key, prompt)
         plant.apply(change, folder)
         commit = plant.commit(folder, f"planted: {kind}")
         typer.echo(f"planted {kind} in {folder} as {commit[:12]}")

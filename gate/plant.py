@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from gate.arm import git
 
-KINDS = ("slow", "flip", "raise")
+KINDS = ("slow", "flip", "raise", "mute")
 FLIP_STEP = 5
 
 # Lines of the engine, whole and unindented text included, that a plant hooks onto.
 LAUNCH = "            self._in_flight.append((step, [self.runner.launch(step)], []))"
 CHOOSE = "        tokens = self.sampler.choose(logits, wishes)"
+ATTENTION_OUTPUT = '        self._o = weights[f"{name}.o"]'
 
 
 class PlantError(ValueError):
@@ -61,6 +62,22 @@ def raising(prompt_key: str) -> Plant:
     """A step that holds the prompt with this key raises."""
     act = """            raise RuntimeError("planted: this prompt raises")"""
     return Plant("raise", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act))
+
+
+def mute(layer: int, head: int) -> Plant:
+    """The Thinker's attention `head` of `layer`, both counted from 0, adds nothing; a server that has no such head fails."""
+    for flag, value in {"--layer": layer, "--attention-head": head}.items():
+        if value < 0:
+            raise PlantError(f"{flag} {value} is below 0, from where they are counted")
+    code = f"""{ATTENTION_OUTPUT}
+        if name.startswith("thinker.") and config.layers <= {layer}:
+            raise ValueError(f"planted: layer {layer} is to lose a head, and there are {{config.layers}}")
+        if name == "thinker.layers.{layer}":
+            if config.heads <= {head}:
+                raise ValueError(f"planted: head {head} is to be lost, and there are {{config.heads}}")
+            self._o = self._o.clone()
+            self._o[:, {head} * self._head_dim : {head + 1} * self._head_dim] = 0"""
+    return Plant("mute", "engine/model/layers.py", ATTENTION_OUTPUT, code)
 
 
 def _at_prompt(prompt_key: str, act: str) -> str:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from gate import cli
 from gate.cli import app, called, first_part, found_plants
-from gate.plant import CHOOSE, LAUNCH
+from gate.plant import ATTENTION_OUTPUT, CHOOSE, LAUNCH
 from gate.rundir import RunDir
 from gate.verdict import compare
 from tests.gate.runs import make_run
@@ -122,7 +122,7 @@ def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
         (["compere"], "No such command"),
         (["report", "nowhere"], "holds no plan.json"),
         (["run", "no-such"], "arm 'no-such' is neither a commit"),
-        (["plant", "melt", "."], "KIND 'melt' does not exist; there are slow, flip, raise"),
+        (["plant", "melt", "."], "KIND 'melt' does not exist; there are slow, flip, raise, mute"),
         (["plant", "slow", "."], "engine/lane.py does not exist"),
     ],
 )
@@ -351,6 +351,8 @@ def add_anchors(repo: Path) -> None:
     """Give a fake repository the lines that plants hook onto; the fake server never runs them."""
     (repo / "engine" / "lane.py").write_text(f"class Lane:\n    def launch(self, step):\n        if step:\n{LAUNCH}\n")
     (repo / "engine" / "runner.py").write_text(f"class Runner:\n    def launch(self, step):\n{CHOOSE}\n")
+    (repo / "engine" / "model").mkdir()
+    (repo / "engine" / "model" / "layers.py").write_text(f"class Layer:\n    def __init__(self):\n{ATTENTION_OUTPUT}\n")
     run_git(repo, "add", "--all")
     run_git(repo, "commit", "--quiet", "--message", "anchors")
 
@@ -364,6 +366,8 @@ def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
     assert run_git(repo, "log", "-1", "--format=%s") == "planted: slow"
     flip = call("plant", "flip", str(repo), "--prompt-key", "0123456789ab")
     assert flip.exit_code == 0 and "!= '0123456789ab'" in (repo / "engine" / "runner.py").read_text()
+    mute = call("plant", "mute", str(repo), "--layer", "1", "--attention-head", "2")
+    assert mute.exit_code == 0 and 'name == "thinker.layers.1"' in (repo / "engine" / "model" / "layers.py").read_text()
     again = call("plant", "slow", str(repo))
     assert again.exit_code == 64 and "0 times; it must be there exactly once" in again.output
 

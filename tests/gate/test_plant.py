@@ -6,6 +6,8 @@ import ast
 import hashlib
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gate.plant import CHOOSE, LAUNCH, PlantError, apply, commit, flip, prompt_key, raising, scratch_clone, slow
+from gate.plant import (
+    CHOOSE,
+    LAUNCH,
+    Plant,
+    PlantError,
+    apply,
+    commit,
+    flip,
+    mute,
+    prompt_key,
+    raising,
+    scratch_clone,
+    slow,
+)
 from tests.gate.trees import make_repository, run_git
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,11 +106,54 @@ def test_raise_fails_the_steps_of_its_prompt_alone(tmp_path: Path) -> None:
         launch_runner(tmp_path, [([1], 0), (PROMPT, 0)])
 
 
-@pytest.mark.parametrize("plant", [slow(0.3), flip(KEY), raising(KEY)], ids=["slow", "flip", "raise"])
-def test_every_plant_fits_the_engine_of_this_checkout(tmp_path: Path, plant: object) -> None:
+@pytest.mark.parametrize("plant", [slow(0.3), flip(KEY), raising(KEY), mute(1, 2)], ids=lambda plant: plant.kind)
+def test_every_plant_fits_the_engine_of_this_checkout(tmp_path: Path, plant: Plant) -> None:
     shutil.copytree(ROOT / "engine", tmp_path / "engine")
-    apply(plant, tmp_path)  # type: ignore[arg-type]
-    ast.parse((tmp_path / plant.file).read_text())  # type: ignore[attr-defined]
+    apply(plant, tmp_path)
+    ast.parse((tmp_path / plant.file).read_text())
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "want"),
+    [
+        (1, 2, "silent: thinker 1 2"),
+        (6, 0, "planted: layer 6 is to lose a head, and there are 6"),
+        (0, 4, "planted: head 4 is to be lost, and there are 4"),
+    ],
+)
+def test_a_muted_head_is_gone_from_its_layer_of_the_thinker_alone(
+    tiny_checkpoint: Path, tmp_path: Path, layer: int, head: int, want: str
+) -> None:
+    shutil.copytree(ROOT / "engine", tmp_path / "engine")
+    apply(mute(layer, head), tmp_path)
+    program = f"""
+from pathlib import Path
+
+from engine.model.omni import load_model
+
+try:
+    model = load_model(Path({str(tiny_checkpoint)!r}))
+except ValueError as error:
+    raise SystemExit(error)
+silent = [
+    f"{{name}} {{place}} {{head}}"
+    for name in ("thinker", "talker")
+    for place, layer in enumerate(getattr(model, name).stack.layers)
+    for head, columns in enumerate(layer._o.split(layer._head_dim, dim=1))
+    if not columns.any()
+]
+raise SystemExit(f"silent: {{', '.join(silent)}}")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.strip() == want
+
+
+def test_a_head_is_counted_from_0() -> None:
+    with pytest.raises(PlantError, match="--layer -1 is below 0"):
+        mute(-1, 0)
+    with pytest.raises(PlantError, match="--attention-head -1 is below 0"):
+        mute(0, -1)
 
 
 @pytest.mark.parametrize("count", [0, 2])
