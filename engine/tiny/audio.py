@@ -44,8 +44,9 @@ class _Attention(nn.Module):
 class _Layer(nn.Module):
     """One layer: attention, then a GELU feed-forward, both after a layer norm."""
 
-    def __init__(self, config: AudioConfig) -> None:
+    def __init__(self, config: AudioConfig, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.self_attn_layer_norm = nn.LayerNorm(config.hidden, eps=NORM_EPS)
         self.self_attn = _Attention(config)
         self.final_layer_norm = nn.LayerNorm(config.hidden, eps=NORM_EPS)
@@ -54,8 +55,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         """Run over `x` [W, R, D] with the `visible` rows [W, R]; returns [W, R, D]."""
-        x = x + self.self_attn(self.self_attn_layer_norm(x), visible)
-        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
+        x = x + self.dropout(self.self_attn(self.self_attn_layer_norm(x), visible))
+        out: Tensor = x + self.dropout(self.fc2(F.gelu(self.fc1(self.final_layer_norm(x)))))
         return out
 
 
@@ -64,7 +65,7 @@ class AudioEncoder(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, config: AudioConfig) -> None:
+    def __init__(self, config: AudioConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.chunk = 2 * config.window
         self.window = config.window_infer // self.chunk  # chunks
@@ -72,7 +73,7 @@ class AudioEncoder(nn.Module):
         self.conv2d2 = nn.Conv2d(config.channels, config.channels, 3, 2, 1)
         self.conv2d3 = nn.Conv2d(config.channels, config.channels, 3, 2, 1)
         self.conv_out = nn.Linear(config.channels * rows_of(config.mel_bins), config.hidden, bias=False)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_Layer(config, dropout) for _ in range(config.layers))
         self.ln_post = nn.LayerNorm(config.hidden, eps=NORM_EPS)
         self.proj1 = nn.Linear(config.hidden, config.hidden)
         self.proj2 = nn.Linear(config.hidden, config.out)

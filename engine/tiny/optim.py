@@ -141,6 +141,8 @@ class Training:
 
     def _step(self, loss: Loss) -> None:
         moment = self.moment
+        # What a step draws depends on the seed and the step alone, so that a resumed training draws what an unbroken one would.
+        torch.manual_seed((self.settings.seed << 32) + self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate(self.settings, moment)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):

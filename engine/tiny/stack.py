@@ -169,55 +169,59 @@ def imbalance(probabilities: Tensor, chosen: Tensor, valid: Tensor) -> Tensor:
 
 
 class _Layer(nn.Module):
-    """Norms and attention of one layer; what follows them is a subclass's."""
+    """Norms and attention of one layer; what follows them is a subclass's.
 
-    def __init__(self, config: StackConfig | PredictorConfig) -> None:
+    In training a share `dropout` of what the layer adds is left out.
+    """
+
+    def __init__(self, config: StackConfig | PredictorConfig, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.input_layernorm = RmsNorm(config.hidden, config.eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.eps)
 
     def attended(self, x: Tensor, rope: Rope) -> Tensor:
         """`x` [B, L, H] plus its attention; returns [B, L, H]."""
-        out: Tensor = x + self.self_attn(self.input_layernorm(x), rope)
+        out: Tensor = x + self.dropout(self.self_attn(self.input_layernorm(x), rope))
         return out
 
 
 class ExpertLayer(_Layer):
     """One layer of the Thinker or the Talker."""
 
-    def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: StackConfig, dropout: float = 0.0) -> None:
+        super().__init__(config, dropout)
         self.mlp = Experts(config)
 
     def forward(self, x: Tensor, rope: Rope, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Run over `x` [B, L, H], of which the `valid` rows [B, L] count; returns [B, L, H] and the imbalance, a scalar."""
         x = self.attended(x, rope)
         added, uneven = self.mlp(self.post_attention_layernorm(x), valid)
-        return x + added, uneven
+        return x + self.dropout(added), uneven
 
 
 class DenseLayer(_Layer):
     """One layer of the code predictor."""
 
-    def __init__(self, config: PredictorConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PredictorConfig, dropout: float = 0.0) -> None:
+        super().__init__(config, dropout)
         self.mlp = SwiGlu(config.hidden, config.inter)
 
     def forward(self, x: Tensor, rope: Rope) -> Tensor:
         """Run over `x` [B, L, H]; returns [B, L, H]."""
         x = self.attended(x, rope)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
         return out
 
 
 class Stack(nn.Module):
     """All layers of the Thinker or the Talker and the norm after them."""
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: StackConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(ExpertLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(ExpertLayer(config, dropout) for _ in range(config.layers))
         self.norm = RmsNorm(config.hidden, config.eps)
 
     def forward(self, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class Plan:
         return cls(
             name="h200",
             heard_hours=40.0,
-            spoken_hours=20.0,
+            spoken_hours=30.0,
             copies=2,
             read=100_000,
             codec_minutes=6.0,

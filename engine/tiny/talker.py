@@ -158,8 +158,8 @@ class _Projection(nn.Module):
 class _Codec(Stack):
     """The Talker's stack with its table of codes and special ids."""
 
-    def __init__(self, config: TalkerConfig) -> None:
-        super().__init__(config.stack)
+    def __init__(self, config: TalkerConfig, dropout: float) -> None:
+        super().__init__(config.stack, dropout)
         self.codec_embedding = nn.Embedding(config.stack.vocab, config.stack.hidden)
 
 
@@ -202,12 +202,12 @@ class Talker(nn.Module):
     text_embedding: Tensor
     barred: Tensor
 
-    def __init__(self, config: OmniConfig, text_embedding: Tensor, *, seed: int = 0) -> None:
+    def __init__(self, config: OmniConfig, text_embedding: Tensor, *, dropout: float = 0.0, seed: int = 0) -> None:
         """`text_embedding` is the Thinker's [V, Hthinker]."""
         super().__init__()
         assert config.talker is not None
         self.config, self.part = config, config.talker
-        self.model = _Codec(config.talker)
+        self.model = _Codec(config.talker, dropout)
         self.codec_head = nn.Linear(config.talker.stack.hidden, config.talker.stack.vocab, bias=False)
         self.text_projection, self.hidden_projection = _Projection(config.talker), _Projection(config.talker)
         self.code_predictor = CodePredictor(config.talker.predictor)
@@ -314,14 +314,17 @@ def train(
     device: torch.device,
     weighting: Weighting = Weighting(letters=0.5),  # noqa: B008 - a frozen value
     corrupt: float = 0.9,
+    dropout: float = 0.1,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Talker, bool]:
     """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
 
     `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the largest share of frames that are drawn anew (see
-    `corrupted`); `clock` counts seconds.
+    `corrupted`), `dropout` that of what the Talker's layers add that is left out; `clock` counts seconds.
     """
-    training = Training(Talker(config, text_embedding, seed=settings.seed), settings, folder, device, clock)
+    training = Training(
+        Talker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
+    )
     generator = torch.Generator(device)
 
     def losses(moment: Moment) -> dict[str, Tensor]:

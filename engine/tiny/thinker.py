@@ -27,21 +27,21 @@ from engine.tiny.stack import Stack, Weighting, initialise, tensors
 class _Text(Stack):
     """The text model: a stack with its table of embeddings."""
 
-    def __init__(self, config: OmniConfig) -> None:
-        super().__init__(config.thinker)
+    def __init__(self, config: OmniConfig, dropout: float) -> None:
+        super().__init__(config.thinker, dropout)
         self.embed_tokens = nn.Embedding(config.thinker.vocab, config.thinker.hidden)
 
 
 class Thinker(nn.Module):
     """Text model, over a table of embeddings that stays as it is, audio encoder and the head that asks for letters."""
 
-    def __init__(self, config: OmniConfig, text_embedding: Tensor, *, seed: int = 0) -> None:
+    def __init__(self, config: OmniConfig, text_embedding: Tensor, *, dropout: float = 0.0, seed: int = 0) -> None:
         """`text_embedding` is [V, H]."""
         super().__init__()
         self.config = config
-        self.model = _Text(config)
+        self.model = _Text(config, dropout)
         self.lm_head = nn.Linear(config.thinker.hidden, config.thinker.vocab, bias=False)
-        self.audio_tower = AudioEncoder(config.audio)
+        self.audio_tower = AudioEncoder(config.audio, dropout)
         self.letters_head = LettersHead(config.audio.out)
         initialise(self, config.thinker.layers, seed)
         with torch.no_grad():
@@ -139,16 +139,19 @@ def train(
     text_embedding: Tensor,
     weighting: Weighting = Weighting(letters=1.0),  # noqa: B008 - a frozen value
     mislead: float = 0.5,
+    dropout: float = 0.1,
     augment: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Thinker, bool]:
     """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
 
-    `text_embedding` is [V, H]; `mislead` is the largest share of an answer that is replaced where it is read (see `misled`);
-    `augment` blanks bands and stretches of the clips; `clock` counts seconds. Progress is logged to `folder`/curve.jsonl.
-    Tensors as in `Thinker`.
+    `text_embedding` is [V, H]; `mislead` is the largest share of an answer that is replaced where it is read (see `misled`),
+    `dropout` that of what layers add that is left out; `augment` blanks bands and stretches of the clips; `clock` counts
+    seconds. Progress is logged to `folder`/curve.jsonl. Tensors as in `Thinker`.
     """
-    training = Training(Thinker(config, text_embedding, seed=settings.seed), settings, folder, device, clock)
+    training = Training(
+        Thinker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
+    )
     generator = torch.Generator(device)
 
     def losses(moment: Moment) -> dict[str, Tensor]:

@@ -225,6 +225,7 @@ def test_a_talker_learns_to_speak_its_texts_and_to_end_and_does_so_when_served(c
         minutes=2.5,
         device=CPU,
         corrupt=0.0,
+        dropout=0.0,
         clock=Ticks(),
     )
     assert over

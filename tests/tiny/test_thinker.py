@@ -265,6 +265,7 @@ def test_a_toy_model_learns_to_write_down_what_it_hears_and_to_repeat_what_it_re
         device=CPU,
         text_embedding=table(config),
         mislead=0.0,
+        dropout=0.0,
         augment=False,
         clock=Ticks(),
     )
