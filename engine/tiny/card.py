@@ -25,7 +25,7 @@ from engine.tiny import judge, shards, speech, voices
 from engine.tiny.mels import at_16_khz
 from engine.tiny.score import HEARD_WER, MOST_LENGTHS, TRAINED_REFERENCES, UNHEARD_REFERENCES, Row
 from engine.tiny.shapes import CODES, MAX_BYTES, VOCAB, parameters
-from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, Floats, Line
+from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
 
 CARD, CURVES, SPECTROGRAMS = "README.md", "curves.png", "spectrograms.png"
 MOST_PICTURE_BYTES = 150_000
@@ -103,7 +103,8 @@ def hours(corpus: Path) -> dict[str, float]:
 def write(folder: Path, out: Path, recipe: Recipe) -> int:
     """Write the card of the model in `folder`, trained and scored in `out`, into that folder; returns the folder's bytes.
 
-    ValueError when pictures or folder would be too large, the score has no speech to show, or the main voice can't speak here.
+    ValueError when pictures or folder would be too large, the score lacks the part that is shown, or the main voice is
+    missing here.
     """
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         raise ValueError(f"the card needs the voice {MAIN_VOICE}: {reason}")
@@ -121,13 +122,13 @@ def write(folder: Path, out: Path, recipe: Recipe) -> int:
 
 
 def _shown(score: Path) -> list[tuple[str, Floats, Floats]]:
-    """Sentences, and each as the main voice and as the model says it, [n] and [m] at 24 kHz."""
-    rows = [row for row in shards.read_list(score / "rows.jsonl", Row) if row.part == SHOWN_PART and row.seconds]
+    """Sentences, and each as the main voice and as the model says it, [n] and [m] at 24 kHz; silence where it says nothing."""
+    rows = [row for row in shards.read_list(score / "rows.jsonl", Row) if row.part == SHOWN_PART][:SHOWN]
     if not rows:
-        raise ValueError(f"{score} holds no speech of {SHOWN_PART}; score a model that speaks")
-    rows = rows[:SHOWN]
+        raise ValueError(f"{score} has no part {SHOWN_PART}; score the model again")
     natural = voices.speak([Line(row.reference, MAIN_VOICE, 0) for row in rows])
-    made = [soundfile.read(score / str(row.wav), dtype="float32")[0] for row in rows]
+    silence = np.zeros(SAMPLE_RATE // 10, dtype=np.float32)
+    made = [soundfile.read(score / str(row.wav), dtype="float32")[0] if row.seconds else silence for row in rows]
     return [(row.reference, *pair) for row, *pair in zip(rows, natural, made, strict=True)]
 
 

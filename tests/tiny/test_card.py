@@ -130,7 +130,7 @@ def test_pictures_are_the_same_every_time_and_small_for_five_long_sentences(out:
     assert imread(io.BytesIO(made)).std() > 0.01 and imread(io.BytesIO(lines)).std() > 0.01
 
 
-def test_a_folder_or_pictures_too_large_and_a_score_without_speech_are_refused(
+def test_a_folder_or_pictures_too_large_and_a_score_without_the_part_are_refused(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ):
     needs_the_main_voice()
@@ -141,8 +141,17 @@ def test_a_folder_or_pictures_too_large_and_a_score_without_speech_are_refused(
     with pytest.raises(ValueError, match=r"the pictures have \d+ bytes, at most 1000"):
         card.write(out / "model", out, RECIPE)
     said(out / "score", [])
-    with pytest.raises(ValueError, match="holds no speech of t2s_sentences"):
+    with pytest.raises(ValueError, match="score has no part t2s_sentences; score the model again"):
         card.write(out / "model", out, RECIPE)
+
+
+def test_of_a_model_that_says_nothing_silence_is_shown(out: Path):
+    needs_the_main_voice()
+    row = Row("t2s_sentences", SAID[0], "", True, False, 0.0, 1.0, "nothing.wav")
+    soundfile.write(out / "score" / "nothing.wav", np.zeros(0, dtype=np.float32), SAMPLE_RATE)
+    shards.write_list(out / "score" / "rows.jsonl", [row])
+    assert card.write(out / "model", out, RECIPE) > 0
+    assert SAID[0] in (out / "model" / CARD).read_text(encoding="utf-8")
 
 
 def test_without_the_main_voice_there_is_no_card(monkeypatch: pytest.MonkeyPatch, out: Path):
