@@ -129,7 +129,7 @@ def _shown(score: Path) -> list[tuple[str, Floats, Floats]]:
     natural = voices.speak([Line(row.reference, MAIN_VOICE, 0) for row in rows])
     silence = np.zeros(SAMPLE_RATE // 10, dtype=np.float32)
     made = [soundfile.read(score / str(row.wav), dtype="float32")[0] if row.seconds else silence for row in rows]
-    return [(row.reference, *pair) for row, *pair in zip(rows, natural, made, strict=True)]
+    return [(row.reference, said, again) for row, said, again in zip(rows, natural, made, strict=True)]
 
 
 def curves(out: Path) -> bytes:
