@@ -320,10 +320,10 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What the quantizer made of latents [B, T, H], with B * T = N rows and Q codebooks.
+    """What the quantizer made of latents [B, T, H], with B * T = N rows, Q codebooks and parts of W values.
 
     `latents` [B, T, H] is the mean of the chosen embeddings, with the gradient passed straight through; `codes` [Q, N] int64;
-    `residuals` [Q, N, H] is what each codebook saw; `commitment` is a scalar, how far the latents are off.
+    `residuals` [Q, N, W] is what each codebook saw; `commitment` is a scalar, how far the latents are off.
     """
 
     latents: Tensor
@@ -335,45 +335,44 @@ class Quantized:
 class ResidualQuantizer(nn.Module):
     """Chooses codes book by book, each for what the books before it left over, and moves the books after what chose them.
 
-    A book looks at one of `parts` equal parts of a latent, book q at part q % parts: the first `parts` books say all of it
-    roughly, and those after them say it better.
-
-    The decoder takes the mean over books, so an embedding is `books` times what its codebook subtracts. Running counts and
-    sums (buffers [Q, K] and [Q, K, H]) decide where an embedding lies; no gradient does.
+    A book looks at one of P equal parts of a latent, W of its H values, book q at part q % P: the first P books, a level, say
+    all of it roughly, and each level after it says it better. The decoder takes the mean over the Q books, so an embedding is
+    Q times what its codebook subtracts, and zero in the other parts. Running counts and sums (buffers [Q, K] and [Q, K, W])
+    decide where an embedding lies; no gradient does.
     """
 
     counts: Tensor
     sums: Tensor
-    seen: Tensor
 
     def __init__(self, books: int, codes: int, hidden: int, parts: int = 1) -> None:
+        """ValueError unless `parts` divides both `books` and `hidden`."""
         super().__init__()
-        self.books, self.size, self.parts = books, codes, parts
-        part = torch.arange(hidden) * parts // hidden
-        self.register_buffer("seen", part == torch.arange(books)[:, None] % parts, persistent=False)
+        if books % parts or hidden % parts:
+            raise ValueError(f"{books} codebooks and latents of {hidden} values can't be parted into {parts}")
+        self.books, self.size, self.parts, self.levels = books, codes, parts, books // parts
         self.register_buffer("counts", torch.zeros(books, codes))
-        self.register_buffer("sums", torch.zeros(books, codes, hidden))
+        self.register_buffer("sums", torch.zeros(books, codes, hidden // parts))
 
     def forward(self, latents: Tensor, table: Tensor, active: Tensor) -> Quantized:
         """Quantize `latents` [B, T, H] by `table` [Q * K, H]; clip b hears its first `active` [B] int64 books only."""
-        words = self._words(table)
         rows = latents.flatten(0, 1)
-        rest = rows.detach()
+        parted = self._parted(rows)
+        rest = parted.detach()
         total, off = torch.zeros_like(rest), rows.new_zeros(())
         codes, residuals = [], []
-        heard = active.repeat_interleave(latents.shape[1])[:, None] > torch.arange(self.books, device=rows.device)
-        for book in range(self.books):
-            seen = rest * self.seen[book]
-            nearest = _nearest(seen, words[book])
-            chosen = words[book][nearest]
+        heard = active.repeat_interleave(latents.shape[1]) > torch.arange(self.books, device=rows.device)[:, None]
+        for words, audible in zip(self._words(table), heard.view(self.levels, self.parts, -1, 1), strict=True):
+            nearest = _nearest(rest, words)
+            chosen = _looked_up(words, nearest)
             codes.append(nearest)
-            residuals.append(seen)
+            residuals.append(rest)
             rest = rest - chosen
-            total = total + chosen * heard[:, book, None]
-            reached = rows.detach() - rest
-            off = off + self.parts * ((rows - reached) * self.seen[book]).square().mean()
-        passed = (rows + (total - rows).detach()).view_as(latents)
-        return Quantized(passed, torch.stack(codes), torch.stack(residuals), off / self.books)
+            total = total + chosen * audible
+            reached = parted.detach() - rest
+            off = off + (parted - reached).square().mean()
+        joined = total.transpose(0, 1).flatten(1)
+        passed = (rows + (joined - rows).detach()).view_as(latents)
+        return Quantized(passed, torch.cat(codes), torch.cat(residuals), off / self.levels)
 
     def encode(self, latents: Tensor, table: Tensor) -> Tensor:
         """Codes [B, Q, T] int64 of `latents` [B, T, H] by `table` [Q * K, H]."""
@@ -384,44 +383,64 @@ class ResidualQuantizer(nn.Module):
     @torch.no_grad()
     def start(self, latents: Tensor, table: Tensor, generator: torch.Generator) -> None:
         """Put every book of `table` [Q * K, H] on clusters of what reaches it from `latents` [B, T, H]."""
-        rest = latents.flatten(0, 1)
-        words = self._words(table).clone()
-        for book in range(self.books):
-            picks = torch.randint(len(rest), (self.size,), generator=generator, device=rest.device)
-            seen = rest * self.seen[book]
-            words[book] = seen[picks]
+        rest = self._parted(latents.flatten(0, 1))
+        count = rest.shape[1]
+        levels = []
+        for _ in range(self.levels):
+            picks = torch.randint(count, (self.parts, self.size), generator=generator, device=rest.device)
+            words = _looked_up(rest, picks)
             for _ in range(STARTING_ROUNDS):
-                chosen = F.one_hot(_nearest(seen, words[book]), self.size).to(rest.dtype)
-                count = chosen.sum(0)[:, None]
-                words[book] = torch.where(count > 0, chosen.t() @ seen / count.clamp(min=1.0), words[book])
-            rest = rest - words[book][_nearest(rest, words[book])]
-        self.counts.fill_(len(rest) / self.size)
-        self.sums.copy_(words * self.counts[..., None])
-        table.copy_((words * self.books).flatten(0, 1))
+                chosen = F.one_hot(_nearest(rest, words), self.size).to(rest.dtype)
+                often = chosen.sum(1)[..., None]
+                words = torch.where(often > 0, chosen.transpose(1, 2) @ rest / often.clamp(min=1.0), words)
+            levels.append(words)
+            rest = rest - _looked_up(words, _nearest(rest, words))
+        self.counts.fill_(count / self.size)
+        self.sums.copy_(torch.cat(levels) * self.counts[..., None])
+        self._move(table)
 
     @torch.no_grad()
     def learn(self, seen: Quantized, table: Tensor, generator: torch.Generator) -> None:
         """Move `table` [Q * K, H] after the batch that `seen` holds; a code that few rows choose moves onto a random row."""
         chosen = F.one_hot(seen.codes, self.size).to(seen.residuals.dtype)
         self.counts.lerp_(chosen.sum(1), 1.0 - MEMORY)
-        self.sums.lerp_(torch.einsum("qnk,qnh->qkh", chosen, seen.residuals), 1.0 - MEMORY)
+        self.sums.lerp_(chosen.transpose(1, 2) @ seen.residuals, 1.0 - MEMORY)
         share = self.counts.mean(1, keepdim=True)
         idle = (self.counts < IDLE_SHARE * share)[..., None]
         rows = seen.residuals.shape[1]
         picks = torch.randint(rows, (self.books, self.size), generator=generator, device=table.device)
-        fresh = seen.residuals.gather(1, picks[..., None].expand_as(self.sums))
-        self.sums.copy_(torch.where(idle, fresh * share[..., None], self.sums))
+        self.sums.copy_(torch.where(idle, _looked_up(seen.residuals, picks) * share[..., None], self.sums))
         self.counts.copy_(torch.where(idle[..., 0], share, self.counts))
-        table.copy_((self.sums / self.counts[..., None] * self.books).flatten(0, 1))
+        self._move(table)
+
+    def _parted(self, rows: Tensor) -> Tensor:
+        """The parts [P, N, W] of `rows` [N, H]."""
+        return rows.view(len(rows), self.parts, -1).transpose(0, 1)
 
     def _words(self, table: Tensor) -> Tensor:
-        """What each code subtracts: [Q, K, H]."""
-        return table.detach().view(self.books, self.size, -1) / self.books
+        """What each code subtracts from its part, [levels, P, K, W], as the embeddings `table` [Q * K, H] say."""
+        return self._own(table.detach()) / self.books
+
+    def _move(self, table: Tensor) -> None:
+        """Put the embeddings `table` [Q * K, H] where counts and sums say."""
+        words = self.sums / self.counts[..., None]
+        table.zero_()
+        self._own(table).copy_(words.view(self.levels, self.parts, self.size, -1) * self.books)
+
+    def _own(self, table: Tensor) -> Tensor:
+        """A view [levels, P, K, W] of `table` [Q * K, H]: of each book's embeddings the part that it looks at."""
+        whole = table.view(self.levels, self.parts, self.size, self.parts, -1)
+        return whole.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 def _nearest(rows: Tensor, words: Tensor) -> Tensor:
-    """The code of `words` [K, H] nearest to each of `rows` [N, H]; returns [N] int64."""
-    return (words.square().sum(1) - 2.0 * rows @ words.t()).argmin(1)
+    """The code of `words` [P, K, W] nearest to each of `rows` [P, N, W]; returns [P, N] int64."""
+    return (words.square().sum(2)[:, None] - 2.0 * rows @ words.transpose(1, 2)).argmin(2)
+
+
+def _looked_up(rows: Tensor, places: Tensor) -> Tensor:
+    """Those of `rows` [P, N, W] at `places` [P, n]; returns [P, n, W]."""
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
 
 
 class Codec(nn.Module):

@@ -164,6 +164,25 @@ def test_the_first_books_say_all_parts_roughly_and_the_others_say_them_better():
     assert off[2][1] < 0.7 * off[1][1] and off[3][0] < 0.7 * off[2][0] and off[4][1] < 0.7 * off[3][1]
 
 
+def test_each_part_is_quantized_as_if_it_were_alone():
+    whole, alone = ResidualQuantizer(6, 16, 8, parts=2), ResidualQuantizer(3, 16, 4)
+    latents = torch.randn(4, 50, 8, generator=generator())
+    table = torch.zeros(96, 8)
+    whole.start(latents, table, generator(1))
+    everything = torch.full((4,), 6)
+    for step in range(3):
+        whole.learn(whole(latents, table, everything), table, generator(step))
+    seen = whole(latents, table, everything)
+    for part, own in enumerate((slice(0, 4), slice(4, 8))):
+        # What a table of three books holds is three times what it subtracts, of six books six times.
+        words = table.view(6, 16, 8)[part::2, :, own].flatten(0, 1) / 2
+        want = alone(latents[..., own].contiguous(), words, torch.full((4,), 3))
+        assert torch.equal(seen.codes[part::2], want.codes)
+        torch.testing.assert_close(seen.latents[..., own], want.latents)
+    with pytest.raises(ValueError, match="6 codebooks and latents of 8 values can't be parted into 4"):
+        ResidualQuantizer(6, 16, 8, parts=4)
+
+
 def test_commitment_of_a_book_is_that_of_its_part():
     quantizer, table = ResidualQuantizer(2, 2, 2, parts=2), torch.zeros(4, 2)
     latents = torch.tensor([[[0.5, 2.0]]], requires_grad=True)
