@@ -4,8 +4,8 @@ A request must give the same bits alone, in company and on any boot. Two rules b
 
 - every matrix product has the bits of products of exactly BLOCK rows, the last ones padded with zeros: with a fixed row count,
   a row's bits depend neither on its place nor on its neighbours (a library picks its kernel, hence its summing order, by
-  shape). More rows go into one product where a trial has shown that they get the same bits. Widths are multiples of 4, as the
-  architecture's are: a library may treat other rows by where they lie in memory;
+  shape). More float32 rows go into one product where a trial has shown that they get the same bits. Widths are multiples of
+  4, as the architecture's are: a library may treat other rows by where they lie in memory;
 - a function of the exp/sin family runs over a multiple of LANES elements: torch's vector loop leaves a tail to scalar code
   whose last bit can differ, and where that tail falls depends on how many rows came along. Where torch has several threads,
   it runs over PIECE elements at most, which are not shared out among them, since each thread's share has a tail of its own.
@@ -40,7 +40,8 @@ Runs = Sequence[tuple[int, int]]
 @cache
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of `shape`, the same tensor on every call: to join them to others takes less time than torch's own padding."""
-    return torch.zeros(shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -61,14 +62,14 @@ def _padded(x: Tensor) -> Tensor:
 
 
 @cache
-def _exact(rows: int, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, threads: int) -> bool:
-    """Whether a product of so many rows gives each the bits of a product of BLOCK rows, as tried on random numbers.
+def _exact(rows: int, shape: tuple[int, int], strides: tuple[int, int], threads: int) -> bool:
+    """Whether a float32 product of so many rows gives each the bits of a product of BLOCK rows, as tried on random numbers.
 
     `shape` and `strides` are the weight's; `threads` is what torch has, as a library shares a product out among them.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, shape[1], generator=generator).to(dtype)
-    weight = torch.empty_strided(shape, strides, dtype=dtype).copy_(torch.randn(shape, generator=generator))
+    x = torch.randn(rows, shape[1], generator=generator)
+    weight = torch.empty_strided(shape, strides).copy_(torch.randn(shape, generator=generator))
     return torch.equal(F.linear(x, weight), _by_block(x, weight))
 
 
@@ -84,7 +85,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     if rows > MOST_ROWS:
         return torch.cat([_product(part, weight) for part in torch.split(x, MOST_ROWS)])
-    if _exact(rows, weight.shape, weight.stride(), x.dtype, torch.get_num_threads()):
+    # Rounded to bfloat16, nearly all outputs of another summing order look alike, and a trial proves nothing.
+    if x.dtype == torch.float32 and _exact(rows, weight.shape, weight.stride(), torch.get_num_threads()):
         return F.linear(x, weight)
     return _by_block(x, weight)
 
@@ -97,7 +99,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 @cache
 def _number(value: float) -> Tensor:
     """`value` as a float32 tensor without dimensions, the same one on every call: else torch makes one for each call."""
-    return torch.tensor(value, dtype=torch.float32)
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class ReferenceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.counters: dict[str, int] = {}
-        self._experts: dict[tuple[int, torch.Size], tuple[Tensor, ...]] = {}
+        self._experts: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, ...]] = {}
 
     def put(self, values: npt.NDArray[Any]) -> Tensor:
         """`values`, any shape, as a tensor of their own."""
@@ -314,7 +317,7 @@ class ReferenceOps:
 
     def _each(self, weights: Tensor) -> tuple[Tensor, ...]:
         """The matrices of `weights` [E, M, K], each [K, M]. They are kept, so that no other tensor can come to lie there."""
-        key = weights.data_ptr(), weights.shape
+        key = weights.data_ptr(), weights.shape, weights.stride()
         if key not in self._experts:
             self._experts[key] = weights.transpose(1, 2).unbind()
         return self._experts[key]
@@ -361,12 +364,20 @@ class ReferenceOps:
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of `q` [B, T, Hq, d] over `k`, `v` [B, L, Hkv, d], `mask` [T, L] or [B, T, L], as one call of torch's.
 
-    Returns [B, T, Hq * d]. torch works on each sequence and head by itself, so that their number moves no bit.
+    Returns [B, T, Hq * d]. torch works on each sequence and head by itself, so that their number moves no bit: with BLOCK rows
+    or more. Of fewer, where each of several threads keeps its scores would depend on their number, and by that their bits.
     """
+    count = q.shape[1]
+    if count < BLOCK:
+        q = torch.cat((q, q[:, :1].expand(-1, BLOCK - count, -1, -1)), dim=1)
+        if mask is not None:
+            first = mask[..., :1, :]
+            mask = torch.cat((mask, first.expand(*mask.shape[:-2], BLOCK - count, -1)), dim=-2)
     if mask is not None and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    return mixed[:, :count].flatten(2)
 
 
 def _expert_products(x: Tensor, runs: Runs, weights: Tensor) -> Tensor:

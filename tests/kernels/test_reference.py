@@ -240,8 +240,31 @@ def test_a_library_whose_bits_follow_the_number_of_rows_is_noticed(monkeypatch):
     real = F.linear
     monkeypatch.setattr(reference.F, "linear", lambda x, weight: real(x, weight) * (1 + 1e-6 * (len(x) > 32)))
     exact = reference._exact.__wrapped__  # as if asked for the first time
-    assert exact(32, (64, 48), (48, 1), torch.float32, 1)
-    assert not exact(36, (64, 48), (48, 1), torch.float32, 1)
+    assert exact(32, (64, 48), (48, 1), 1)
+    assert not exact(36, (64, 48), (48, 1), 1)
+
+
+@pytest.mark.parametrize(("width", "out"), [(128, 4), (64, 16)])
+def test_bfloat16_rows_have_the_same_bits_alone_in_many_draws(width, out):
+    for seed in range(200):
+        x, weight = normal(64, width, seed=seed).bfloat16(), normal(out, width, seed=seed + 1000).bfloat16()
+        alone = torch.cat([OPS.linear(row, weight) for row in x.split(1)])
+        assert torch.equal(OPS.linear(x, weight), alone), seed
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_sequence_has_the_same_bits_in_any_company_with_two_threads(count):
+    torch.set_num_threads(2)
+    try:
+        for seed in range(50):
+            q, k, v = (normal(3, n, h, 32, seed=seed + n * h) for n, h in ((count, 4), (16, 2), (16, 2)))
+            mask = torch.zeros(count, 16)
+            whole = OPS.attention(q, k, v, mask)
+            for place in range(3):
+                own = slice(place, place + 1)
+                assert torch.equal(OPS.attention(q[own], k[own], v[own], mask), whole[own]), (seed, place)
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("experts", "inter", "width", "top_k"), [(16, 48, 64, 4), (8, 24, 48, 3), (7, 10, 12, 1)])
