@@ -116,10 +116,10 @@ class AudioEncoder(nn.Module):
         return rows.reshape(clips, -1, rows.shape[2])
 
 
-def spec_augment(mels: Tensor, frames: Tensor, generator: torch.Generator) -> Tensor:
+def spec_augment(mels: Tensor, frames: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Blank two bands of up to 24 bins and two stretches of up to a tenth of each clip `mels` [C, bins, T], long `frames` [C].
 
-    Returns [C, bins, T]. `generator` lives on the same device.
+    Returns [C, bins, T]. A `generator` lives on the same device.
     """
     clips, bins, length = mels.shape
     device = mels.device
@@ -134,7 +134,7 @@ def spec_augment(mels: Tensor, frames: Tensor, generator: torch.Generator) -> Te
     return mels * kept.to(mels.dtype)
 
 
-def _stretch(total: Tensor, most: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _stretch(total: Tensor, most: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Where a random stretch of up to `most` of `total` [C] starts and ends, each [C]."""
     size, place = torch.rand(2, len(total), generator=generator, device=total.device)
     width = size * (most + 1)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from engine.model.tiny import byte_letters
 from engine.tiny.stack import EMBEDDING_DEVIATION, ctc
 
 # What is heard of a text; a space tells words apart.
@@ -22,7 +23,7 @@ _SHOWN = LETTERS + ".,?"
 # Letters of a token that its embedding shows, one part of the row each.
 MOST_LETTERS = 4
 # How byte-level BPE writes a space.
-_SPACE = "Ġ"
+_SPACE = byte_letters()[ord(" ")]
 # Letters that one row may spell. Speech has up to 20 letters a second and 12.5 rows.
 SLOTS = 3
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -22,6 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.tiny import workdir
+from engine.tiny.shards import read_list, write_list
+
+Module = TypeVar("Module", bound=nn.Module)
 
 SHARD_BYTES = 15_000_000
 # Not cuDNN's: it plans for every new shape anew, which takes longer than a step.
@@ -214,13 +217,9 @@ class Training:
 
     def _cut_curve(self) -> None:
         """Drop what a run that was broken off logged after its last state: those steps are done again."""
-        if not self._curve.exists():
-            return
-        lines = self._curve.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-        unfinished = self._curve.with_suffix(".part")
-        unfinished.write_bytes(b"".join(kept))
-        os.replace(unfinished, self._curve)
+        if self._curve.exists():
+            lines = read_list(self._curve, msgspec.Raw)
+            write_list(self._curve, [line for line in lines if json.loads(bytes(line))["step"] <= self.step])
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -231,7 +230,7 @@ class _Meta(msgspec.Struct, frozen=True):
     files: int | None = None
 
 
-def averaged(module: nn.Module, folder: Path) -> nn.Module:
+def averaged(module: Module, folder: Path) -> Module:
     """Give `module` the averaged weights of the newest state in `folder`, ready to evaluate; tensors as in the module.
 
     ValueError where there is no state, or one that is damaged or of another module.

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.config import SettingError
 from engine.model.chat import ChatTemplate, load_tokenizer
@@ -46,6 +46,7 @@ from engine.tiny.batches import Conversation, Mixture
 from engine.tiny.codec import Codec
 from engine.tiny.export import write_trained
 from engine.tiny.letters import letters, spelled
+from engine.tiny.optim import Module
 from engine.tiny.score import TRAINED_REFERENCES, VOICE, Sizes
 from engine.tiny.shapes import config
 from engine.tiny.talker import Talker, Utterance, Utterances
@@ -416,19 +417,18 @@ def spoken_utterances(out: Path, language: Language) -> Iterator[Utterance]:
         yield Utterance(prompt, answer, codes, letters(example.answer))
 
 
-def _averaged(module: nn.Module, out: Path, name: str) -> nn.Module:
+def _averaged(module: Module, out: Path, name: str) -> Module:
     return optim.averaged(module, _trained(out, name, "state-*"))
 
 
 def export(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write the model folder."""
-    part = OmniConfig.parse(config()).talker
-    assert part is not None
     language = Language.load(out)
+    part = language.config.talker
+    assert part is not None
     table = language.text_embedding(plan.seed)
     thinker = _averaged(Thinker(language.config, table), out, "thinker")
     talker = _averaged(Talker(language.config, table), out, "talker")
-    assert isinstance(thinker, Thinker) and isinstance(talker, Talker)
     tensors = {**thinker.tensors(), **talker.tensors(), **_codec(out, plan).decoder.tensors()}
     content = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
     size = write_trained(out / "export" / MODEL, one_voice(tensors, part), content)

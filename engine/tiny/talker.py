@@ -278,7 +278,7 @@ class Talker(nn.Module):
         return tensors(dict(self.named_parameters()), "talker.")
 
 
-def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Generator) -> SpeechBatch:
+def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Generator | None = None) -> SpeechBatch:
     """`batch` with frames' input codes [B, L, G] drawn anew from `codes`; what is to be predicted stays.
 
     Of an utterance any share of the frames up to `most` is drawn anew whole, and CODE_SHARE of the other codes. Served, the
@@ -328,15 +328,12 @@ def train(
     training = Training(
         Talker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
     )
-    generator = torch.Generator(device)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         model = training.module
         assert isinstance(model, Talker)
         batch = collate(utterances.draw(moment.step, growing(moment.progress)), config, voice).to(device)
-        # Seeded by the step, so that a resumed training draws what an unbroken one would.
-        generator.manual_seed((settings.seed << 32) + moment.step)
-        return model.loss(corrupted(batch, corrupt, model.part.predictor.vocab, generator), weighting)
+        return model.loss(corrupted(batch, corrupt, model.part.predictor.vocab), weighting)
 
     over = training.run(losses, minutes)
     averaged = training.averaged()

@@ -209,31 +209,7 @@ class Encoded:
 
 _NAMES = re.compile(rf"\b({'|'.join((*fillers('girl'), *fillers('boy')))})\b")
 _RENAMED_SHARE = 0.3
-_ONSETS = (
-    "b",
-    "c",
-    "d",
-    "f",
-    "g",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "r",
-    "s",
-    "t",
-    "v",
-    "w",
-    "br",
-    "ch",
-    "gr",
-    "sh",
-    "st",
-    "th",
-)
+_ONSETS = (*"bcdfghjklmnprstvw", "br", "ch", "gr", "sh", "st", "th")
 _VOWELS = ("a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ee", "ia", "oo")
 _CODAS = ("", "", "l", "n", "r", "s", "t", "ck", "ne", "ry", "th")
 

@@ -111,10 +111,10 @@ class Thinker(nn.Module):
         return tensors(dict(self.named_parameters()), "thinker.")
 
 
-def misled(batch: Batch, most: float, generator: torch.Generator) -> Batch:
+def misled(batch: Batch, most: float, generator: torch.Generator | None = None) -> Batch:
     """`batch` with answers' ids [B, L] replaced by other answers' where they are read; what is to be predicted stays.
 
-    In half of the conversations nothing is replaced, in the others any share up to `most`. `generator` is on the same device.
+    In half of the conversations nothing is replaced, in the others any share up to `most`. A `generator` is on the same device.
     """
     flat, asked = batch.ids.flatten(), batch.asked
     share = (torch.rand(len(batch.ids), generator=generator, device=flat.device) * 2 - 1).clamp(min=0) * most
@@ -152,15 +152,12 @@ def train(
     training = Training(
         Thinker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
     )
-    generator = torch.Generator(device)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         batch = collate(mixture.draw(moment.step, growing(moment.progress)), config.ids.audio).to(device)
-        # Seeded by the step, so that a resumed training draws what an unbroken one would.
-        generator.manual_seed((settings.seed << 32) + moment.step)
-        batch = misled(batch, mislead, generator)
+        batch = misled(batch, mislead)
         if augment and batch.mels is not None:
-            batch = replace(batch, mels=spec_augment(batch.mels, batch.frames, generator))
+            batch = replace(batch, mels=spec_augment(batch.mels, batch.frames))
         model = training.module
         assert isinstance(model, Thinker)
         return model.loss(batch, weighting)
