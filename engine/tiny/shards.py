@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +58,14 @@ def read_list(path: Path, kind: type[Entry]) -> list[Entry]:
 
 def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
     """`length` rows [length, ...] of a shard from row `start` on; nothing else of the file is read."""
-    return np.asarray(np.load(folder / shard, mmap_mode="r")[start : start + length])
+    return np.asarray(_mapped(folder / shard)[start : start + length])
+
+
+@cache
+def _mapped(path: Path) -> NDArray[Any]:
+    """The array of a whole shard. Mapped once: every mapping holds a file open, and a process may open only so many."""
+    mapped: NDArray[Any] = np.load(path, mmap_mode="r")
+    return mapped
 
 
 def make(

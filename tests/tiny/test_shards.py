@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from engine.config import child_environment
@@ -38,6 +39,16 @@ def test_each_shard_without_a_list_is_made_and_the_others_stay(tmp_path: Path):
     assert [shards.read_list(shards.list_of(tmp_path, name), int) for name in "abc"] == [[1, 0], [7], [3, 0]]
     assert shards.read(tmp_path, "c.npy", 1, 2).tolist() == [3, 3]
     assert told[0].endswith("3 shards, 2 of them to make") and len(told) == 3
+
+
+def test_a_shard_is_opened_once_for_all_that_is_read_of_it(tmp_path: Path):
+    shards.save(tmp_path, "a", [np.arange(50)])
+    process = psutil.Process()
+    kept = [shards.read(tmp_path, "a.npy", 0, 1)]
+    opened = process.num_fds()
+    kept += [shards.read(tmp_path, "a.npy", row, 1) for row in range(50)]
+    assert process.num_fds() == opened
+    assert [part.item() for part in kept] == [0, *range(50)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
