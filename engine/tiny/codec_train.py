@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from engine.model.config import Code2WavConfig
 from engine.tiny import shards, speech, workdir
 from engine.tiny.codec import MEL_BINS, MEL_HOP, MEL_WINDOW, QUIET, Codec, LogMel, magnitudes
+from engine.tiny.optim import rounded_products
 from engine.tiny.voices import MAIN_VOICE
 
 WINDOWS = (128, 256, 512, 1024, 2048)
@@ -482,15 +483,14 @@ def train(
 @contextmanager
 def _fast_steps() -> Iterator[None]:
     """Let a GPU look for each convolution's fastest way, since all steps have the same shapes, and round products' operands."""
-    before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")
     try:
-        yield
+        with rounded_products():
+            yield
     finally:
         # Encoding a corpus, each clip of its own length, would look anew for each.
-        torch.backends.cudnn.benchmark = before[0]
-        torch.set_float32_matmul_precision(before[1])
+        torch.backends.cudnn.benchmark = before
 
 
 def _until_saved(trainer: Trainer, pool: Pool, whole: float, end: float, log: Path) -> None:

@@ -94,8 +94,7 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         k, v = (rows.repeat_interleave(self.share, dim=2) for rows in (k, v))
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
-        # Under autocast q and k come out of the norm in float32, v doesn't.
-        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return out
 
@@ -128,7 +127,7 @@ class ExpertBank(nn.Module):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """Sum of the experts' outputs for `x` [..., H] with `weights` [..., E]; returns [..., H]."""
         gate, up = F.linear(x, self.gate_proj.flatten(0, 1)), F.linear(x, self.up_proj.flatten(0, 1))
-        inner = (F.silu(gate) * up).view(*weights.shape, -1) * weights[..., None].to(gate.dtype)
+        inner = (F.silu(gate) * up).view(*weights.shape, -1) * weights[..., None]
         return F.linear(inner.flatten(-2), self.down_proj.transpose(0, 1).flatten(1))
 
 
@@ -148,9 +147,7 @@ class Experts(nn.Module):
 
         That is 1 when all experts are equally likely and `experts` when one takes every row.
         """
-        # Served in float32, so the choice of experts is trained in float32.
-        with torch.autocast(x.device.type, enabled=False):
-            probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
+        probabilities = self.gate(x).softmax(-1)
         kept, ids = probabilities.topk(self.top_k, dim=-1)
         weights = kept / kept.sum(-1, keepdim=True) if self.renormalise else kept
         chosen = torch.zeros_like(probabilities).scatter(-1, ids, 1.0)
