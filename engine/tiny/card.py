@@ -53,6 +53,7 @@ _STAGES = {
 }
 _PARTS = {
     "a2t_sentences": f"transcribe held-out sentences ({MAIN_VOICE})",
+    "a2t_templates": f"transcribe sentences of templates and with words that were held out ({MAIN_VOICE})",
     "a2t_librispeech": f"transcribe LibriSpeech texts never heard ({MAIN_VOICE})",
     "a2t_unseen_voice": f"transcribe held-out sentences in a voice never heard ({HELD_OUT_VOICE})",
     "t2t_questions": "answer held-out questions",
@@ -286,8 +287,8 @@ Synthetic voices speak them.
 - Speaking: {spoken:,} answers, {_spoken_hours(out, log, "spoken")}, at the voice's own pace.
 - Reading: {recipe.read:,} conversations without audio.
 
-Held out of all of it, by construction: templates and words of the grammar, questions (one in eight of all wordings, by a
-checksum), the voice {HELD_OUT_VOICE}, and LibriSpeech's {_subset(UNHEARD_REFERENCES)} and test-other.
+Held out of all of it: the sentences of the score; templates and words of the grammar that are kept for it; questions (one in
+eight of all wordings, by a checksum); the voice {HELD_OUT_VOICE}; LibriSpeech's {_subset(UNHEARD_REFERENCES)} and test-other.
 """
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -36,7 +36,7 @@ from engine.stop import STOP
 from engine.tiny import judge, shards, tasks, voices, workdir
 from engine.tiny.judge import error_rate, normalised
 from engine.tiny.tasks import Example
-from engine.tiny.text import references, sentence_case, sentences, unheard_texts, words
+from engine.tiny.text import references, sentence_case, sentences, unheard_texts, unseen_sentences, words
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
 
 # The name that a request gets which names no voice.
@@ -55,8 +55,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many of each are asked: held-out `sentences` (heard, heard in an unseen voice, said, said by chance), `unheard`
-    LibriSpeech texts, held-out `questions` in text, and questions `aloud`.
+    """How many of each are asked: `sentences` (heard, heard with unseen templates and words, heard in an unseen voice, said,
+    said by chance), `unheard` LibriSpeech texts, held-out `questions` in text, and questions `aloud`.
     """
 
     sentences: int = 50
@@ -146,15 +146,16 @@ def score(
     *,
     sizes: Sizes = Sizes(),
     librispeech: Path | None = None,
+    trained: Collection[str] = (),
     device: str = "cpu",
     seed: int = 0,
     tell: Callable[[str], None] = print,
 ) -> dict[str, dict[str, float]]:
     """Ask the model in `folder` and write `scores.json`, `rows.jsonl` and `wav/` into `out`; returns the scores by part.
 
-    `librispeech` is a folder of reference texts. A part that can't be asked here is left out, and `scores.json` says why.
-    Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main voice can't speak here, CheckpointError for a
-    folder that can't be served.
+    `librispeech` is a folder of reference texts; sentences among the texts `trained` are not asked. A part that can't be asked
+    here is left out, and `scores.json` says why. Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main
+    voice can't speak here, CheckpointError for a folder that can't be served.
     """
     if librispeech is not None:
         check_references(librispeech)
@@ -162,7 +163,7 @@ def score(
         raise ValueError(f"the score needs the voice {MAIN_VOICE}: {reason}")
     workdir.make(out)
     served = Served(folder, device)
-    asked, skipped = wanted(sizes, librispeech, seed)
+    asked, skipped = wanted(sizes, librispeech, seed, trained)
     tell(f"score: {len(asked)} requests")
     said = list(dict.fromkeys(one.example.answer for one in asked if one.aloud))
     natural = dict(zip(said, _said(said, MAIN_VOICE), strict=True))
@@ -190,11 +191,14 @@ def check_references(librispeech: Path) -> None:
             raise SettingError(f"--librispeech {librispeech} has no file {name}; name the folder that has it")
 
 
-def wanted(sizes: Sizes, librispeech: Path | None, seed: int) -> tuple[list[Asked], dict[str, str]]:
+def wanted(
+    sizes: Sizes, librispeech: Path | None, seed: int, trained: Collection[str] = ()
+) -> tuple[list[Asked], dict[str, str]]:
     """The requests of all parts, and the reason for each part that can't be asked here."""
     skipped: dict[str, str] = {}
-    told = sentences(seed, sizes.sentences, held_out=True)
+    told = _untrained(seed, sizes.sentences, frozenset(trained))
     asked = list(_transcribed("a2t_sentences", told, MAIN_VOICE))
+    asked += _transcribed("a2t_templates", sentences(seed, sizes.sentences, held_out=True), MAIN_VOICE)
     if librispeech is None:
         skipped["a2t_librispeech"] = "no folder of reference texts was named"
     else:
@@ -212,6 +216,14 @@ def wanted(sizes: Sizes, librispeech: Path | None, seed: int) -> tuple[list[Aske
         for place, text in enumerate(told)
     ]
     return [*asked, *_questions_aloud(sizes.aloud, seed)], skipped
+
+
+def _untrained(seed: int, count: int, trained: frozenset[str]) -> list[str]:
+    """The first `count` unseen sentences that are not among `trained`, as those of a folder trained by other rules may be."""
+    drawn = count
+    while len(found := [text for text in unseen_sentences(seed, drawn) if text not in trained]) < count:
+        drawn *= 2
+    return found[:count]
 
 
 def _transcribed(part: str, texts: Sequence[str], voice: str) -> Iterator[Asked]:

@@ -451,6 +451,7 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
         out / "score",
         sizes=plan.sizes,
         librispeech=plan.librispeech,
+        trained={line.text for line in _to_hear(out)} | {one.answer for one in _to_speak(out)},
         device=_device_here(plan),
         seed=plan.seed,
         tell=sitting.listener,

@@ -4,17 +4,20 @@ What is spoken is written in words, never in digits, so that it can be told from
 and end in a full stop, a question mark or an exclamation mark; reference texts, which come in capitals without marks, are
 brought to the same form.
 
-Held out of training by construction: the templates of `_HELD_OUT_TEMPLATES`, and in each list of fillers what stands
-behind the bar. A training sentence has neither. A held-out sentence has a held-out template, and each of its slots takes any
-filler, so about one slot in eight shows a filler that no training sentence has there. Numbers, times, prices, dates, days and
-months are closed classes and are not held out. Reference texts may hold any word, a held-out filler too; which files are
-trained on is the caller's choice.
+Held out of training by construction: one in eight of all texts, by a checksum (`withheld`); the templates of
+`_HELD_OUT_TEMPLATES`; and in each list of fillers what stands behind the bar. A training sentence has none of the three. An
+unseen sentence is withheld, and its template and its words are those of training sentences. A held-out sentence has a held-out
+template, and each of its slots takes any filler, so about one slot in eight shows a filler that no training sentence has there.
+Numbers, times, prices, dates, days and months are closed classes and are not held out. Reference texts may hold any word, a
+held-out filler too; which files are trained on is the caller's choice.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -23,6 +26,7 @@ FEWEST_WORDS = 3
 MOST_WORDS = 20
 # Longer reference texts are cut into even pieces: speech for training is short.
 PIECE_WORDS = 16
+_WITHHELD_EVERY = 8
 
 # fmt: off
 ONES = (
@@ -556,19 +560,46 @@ def sentences(seed: int, count: int, held_out: bool = False) -> list[str]:
     Training sentences (the default) and held-out ones have no template in common, and the fillers behind the bar stand in
     held-out ones only.
     """
-    rng = Random(f"sentences {seed} {held_out}")
+    return _different(count, Random(f"sentences {seed} {held_out}"), partial(sentence, held_out=held_out))
+
+
+def unseen_sentences(seed: int, count: int) -> list[str]:
+    """Make `count` different sentences that training never has, of templates and words that it has."""
+    return _different(count, Random(f"unseen sentences {seed}"), partial(_drawn, _TRAINED_LINES, wanted=withheld))
+
+
+def _different(count: int, rng: Random, make: Callable[[str, Random], str]) -> list[str]:
     made: dict[str, None] = {}
     while len(made) < count:
-        made[sentence(rng.choice(KINDS), rng, held_out=held_out)] = None
+        made[make(rng.choice(KINDS), rng)] = None
     return list(made)
 
 
 def sentence(kind: str, rng: Random, *, held_out: bool = False) -> str:
     """Make one sentence of one of `KINDS`, of 3 to 20 words."""
-    lines = (_HELD_OUT_LINES if held_out else _TRAINED_LINES)[kind]
-    text = capitalised(_filled(rng.choice(lines), rng, held_out, set()))
-    fits = FEWEST_WORDS <= len(text.split()) <= MOST_WORDS
-    return text if fits else sentence(kind, rng, held_out=held_out)
+    if held_out:
+        return _drawn(_HELD_OUT_LINES, kind, rng, wanted=lambda _: True, held_out=True)
+    return _drawn(_TRAINED_LINES, kind, rng, wanted=lambda text: not withheld(text))
+
+
+def _drawn(
+    templates: Mapping[str, Sequence[str]],
+    kind: str,
+    rng: Random,
+    *,
+    wanted: Callable[[str], bool],
+    held_out: bool = False,
+) -> str:
+    """Draw one sentence from `templates` of a kind until one is fit and `wanted`."""
+    while True:
+        text = capitalised(_filled(rng.choice(templates[kind]), rng, held_out, set()))
+        if FEWEST_WORDS <= len(text.split()) <= MOST_WORDS and wanted(text):
+            return text
+
+
+def withheld(text: str) -> bool:
+    """Whether training never has this text: one in eight, by its checksum."""
+    return zlib.crc32(text.encode()) % _WITHHELD_EVERY == 0
 
 
 def words(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from engine.request import Sampling
 from engine.server import cli
 from engine.tiny import judge, score, tasks, voices
 from engine.tiny.score import Asked, Row, Served, Sizes, summary, table, wanted
-from engine.tiny.text import sentence_case, sentences
+from engine.tiny.text import sentence_case, sentences, unseen_sentences
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE
 from tests.shared import shared
 
@@ -73,13 +73,15 @@ def test_what_is_asked_was_never_trained_and_what_can_not_be_asked_has_a_reason(
     asked, skipped = wanted(SIZES, None, seed=0)
     parts = [one.part for one in asked]
     assert skipped["a2t_librispeech"] == "no folder of reference texts was named"
-    counts = {"a2t_sentences": 2, "t2t_questions": 12, "t2s_sentences": 2, "t2s_sampled": 2, "a2s_questions": 2}
+    counts = {"a2t_sentences": 2, "a2t_templates": 2, "t2t_questions": 12}
+    counts |= {"t2s_sentences": 2, "t2s_sampled": 2, "a2s_questions": 2}
     if (reason := voices.missing(HELD_OUT_VOICE)) is not None:
         assert skipped["a2t_unseen_voice"] == reason
     else:
         counts["a2t_unseen_voice"] = 2
     assert {part: parts.count(part) for part in parts} == counts
-    told = sentences(0, 2, held_out=True)
+    told = unseen_sentences(0, 2)
+    assert [one.example.answer for one in asked if one.part == "a2t_templates"] == sentences(0, 2, held_out=True)
     assert [one.example.answer for one in asked if one.part in SENTENCES] == 3 * told
     assert [one.draw for one in asked if one.aloud] == [None, None, 0, 1, None, None]
     asked_questions = {one.example.messages[-1]["content"] for one in asked if one.part == "t2t_questions"}
@@ -88,6 +90,14 @@ def test_what_is_asked_was_never_trained_and_what_can_not_be_asked_has_a_reason(
     assert without_turns <= asked_questions and without_turns.isdisjoint(trained)
     aloud = [one for one in asked if one.part == "a2s_questions"]
     assert all(one.aloud and one.heard is not None and one.example.clips[0] not in trained for one in aloud)
+
+
+def test_a_sentence_that_was_trained_is_not_asked():
+    needs_the_main_voice()
+    first, second, third = unseen_sentences(0, 3)
+    asked, _ = wanted(SIZES, None, 0, trained=[first, third])
+    told = [one.example.answer for one in asked if one.part == "t2s_sentences"]
+    assert len(told) == 2 and told[0] == second and third not in told
 
 
 def test_unheard_texts_come_from_test_clean():

@@ -20,8 +20,10 @@ from engine.tiny.text import (
     sentence_case,
     sentences,
     unheard_texts,
+    unseen_sentences,
     vocabulary,
     with_article,
+    withheld,
     word_lists,
     words,
 )
@@ -67,6 +69,13 @@ def test_every_kind_of_sentence_is_made_for_training_and_for_test(kind):
     rng = Random(0)
     assert len({sentence(kind, rng) for _ in range(50)}) > 40
     assert len({sentence(kind, rng, held_out=True) for _ in range(50)}) > 40
+
+
+def test_unseen_sentences_have_templates_and_words_of_training_and_are_never_trained(trained):
+    unseen = unseen_sentences(0, 2_000)
+    assert set(unseen).isdisjoint(trained) and not any(map(withheld, trained)) and all(map(withheld, unseen))
+    assert unseen[:10] == unseen_sentences(0, 10) != unseen_sentences(1, 10)
+    assert {word for line in unseen for word in words(line)} <= vocabulary(held_out=False)
 
 
 def test_training_and_held_out_sentences_share_no_template_and_no_sentence(trained, held_out):
