@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,9 @@ from gate.record import ArmInfo
 COMMAND_MARK = "cmd:"
 SOURCE_SUFFIXES = frozenset({".py", ".json", ".jinja", ".toml"})
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+# The model that a tree's `omni serve` means where none is named.
+TRAINED_MODEL = Path("engine/assets/omni-tiny")
 
 # A planted or recorded variable of the caller's shell must not decide which tree an arm imports.
 _DROPPED_ENV = ("PYTHONSAFEPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONPATH")
@@ -439,6 +442,26 @@ def _install(command: list[str], folder: Path) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ArmError(f"the arm's own environment {folder} could not be made: {last}")
+
+
+def default_model(arms: Sequence[Arm], folder: Path, say: Callable[[str], object]) -> Path:
+    """Put the model that all arms serve into `folder` where none was named, and return it; `say` is told which.
+
+    It is the trained model of the first arm whose tree has one: each tree may hold another, and an arm from before there was
+    one serves it as any checkpoint. Where no tree has one, the first arm's `omni tiny` makes one with random weights.
+    """
+    owner = next((arm for arm in arms if (arm.tree / TRAINED_MODEL).is_dir()), None)
+    if owner is None:
+        say(
+            f"no --model named, and no tree with {TRAINED_MODEL}: `omni tiny` of {arms[0].info.name} makes one, untrained"
+        )
+        return make_model(arms[0], folder)
+    say(f"no --model named: {TRAINED_MODEL} of {owner.info.name}")
+    folder.mkdir(parents=True)
+    for path in (owner.tree / TRAINED_MODEL).iterdir():
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    return folder
 
 
 def make_model(arm: Arm, folder: Path, timeout_s: float = 300.0) -> Path:

@@ -5,7 +5,7 @@ The text that `parse_cells` reads (`workloads/cells.toml`):
     version = 1
 
     [defaults.T2T]                  # per task; every key of a cell but `task` and `concurrency`
-    workload = "prompts"            # prompts | clips | librispeech | ids
+    workload = "prompts"            # prompts | questions | clips | librispeech | ids
     primary = "tok/s"               # a name of METRICS; leave out for the task's usual one
     warm_waves = 1                  # waves of `concurrency` requests that are asked first and never measured
 
@@ -32,7 +32,7 @@ TASKS = ("T2T", "A2T", "T2S", "A2S")
 SPEECH_TASKS = frozenset({"T2S", "A2S"})
 AUDIO_IN_TASKS = frozenset({"A2T", "A2S"})
 IDS = "ids"
-WORKLOADS = ("prompts", "clips", "librispeech", IDS)
+WORKLOADS = ("prompts", "questions", "clips", "librispeech", IDS)
 BYTE_IDS = 256
 _USUAL_PRIMARY = {"T2T": "tok/s", "A2T": "RTFx", "T2S": "audio-s/s", "A2S": "audio-s/s"}
 _SPEECH_ONLY_METRICS = frozenset({"audio-s/s"})
@@ -250,7 +250,7 @@ def _fits(task: str, full: Mapping[str, object], where: str) -> None:
         raise ValueError(f"primary = 'RTFx' in {where} needs input audio, and {task} has none")
     if full["max_frames"] is not None and task not in SPEECH_TASKS:
         raise ValueError(f"max_frames in {where} is for speech tasks, and {task} is not one")
-    if (full["workload"] in ("prompts", IDS)) == (task in AUDIO_IN_TASKS) or (
+    if (full["workload"] in ("prompts", "questions", IDS)) == (task in AUDIO_IN_TASKS) or (
         full["workload"] == IDS and task != "T2T"
     ):
         raise ValueError(f"workload = {full['workload']!r} in {where} does not fit {task}")

@@ -30,17 +30,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from typer.core import TyperGroup
 
 from gate import kernels, plant, run, trace
-from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, git, laid_out, make_model, parse_env, split_words
+from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, default_model, git, laid_out, parse_env, split_words
 from gate.judge import JudgeError
 from gate.kernels import TraceError
 from gate.plant import PlantError
+from gate.record import Item
 from gate.run import EXIT_INVALID
 from gate.rundir import RunDir, RunDirError, existing
 from gate.session import EXIT_USAGE, Refused
 from gate.summary import failures, session_table
 from gate.verdict import REGRESSION, Comparisons
 from gate.wish import Wish
-from gate.workload import WorkloadError, default_root, load_prompts, ordered
+from gate.workload import WorkloadError, default_root, load_prompts, load_questions, ordered
 
 EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
 EXIT_INTERRUPTED = 130
@@ -115,7 +116,7 @@ Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides the order o
 Model = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="The checkpoint both arms serve, or its name at `omni serve`; absent: `omni tiny`."
+        metavar="DIR", help="The checkpoint both arms serve, or its name at `omni serve`; absent: omni-tiny of base."
     ),
 ]
 Run = Annotated[Path | None, _run_option("TIME-BASE-HEAD")]
@@ -580,24 +581,30 @@ def _at_prompt(kind: str, folder: Path, prompt_key: str | None, prompt: str | No
 
 
 def _prompt_text(name: str | None) -> str:
-    """The text of the prompt with this id; without one, of the prompt that every cell of seed 0 asks first."""
-    prompts = load_prompts(default_root())
+    """The text of the prompt or question with this id; without one, of the question that cells of seed 0 ask first."""
     if name is None:
-        return ordered(prompts.items, 1, 0, prompts.name)[0].text or ""
-    found = next((item for item in prompts.items if item.id == name), None)
+        return _first_question(seed=0).text or ""
+    both = (*load_questions(default_root()).items, *load_prompts(default_root()).items)
+    found = next((item for item in both if item.id == name), None)
     if found is None:
-        raise PlantError(f"--prompt {name!r} is no id of workloads/prompts.jsonl")
+        raise PlantError(f"--prompt {name!r} is no id of workloads/questions.jsonl or workloads/prompts.jsonl")
     return found.text or ""
 
 
+def _first_question(seed: int) -> Item:
+    """The question that the cells of a run with this seed ask first."""
+    questions = load_questions(default_root())
+    return ordered(questions.items, 1, seed, questions.name)[0]
+
+
 def _key_of(folder: Path, text: str) -> str:
-    """The key of a prompt with the tokenizer of the tree's own tiny checkpoint."""
+    """The key of a prompt with the tokenizer of the model that the tree serves where none is named."""
     with (
         tempfile.TemporaryDirectory(prefix="gate-key-") as place,
         laid_out((ArmChoice("base", "", folder),), folder, Path(place), keep=False) as (arm,),
     ):
         assert isinstance(arm, Arm)  # a folder is one
-        return plant.prompt_key(make_model(arm, Path(place) / "model"), text)
+        return plant.prompt_key(default_model([arm], Path(place) / "model", lambda _: None), text)
 
 
 @app.command(name="kernels")
@@ -718,8 +725,7 @@ def _planted_clone(repository: Path, clone: Path, seed: int) -> str:
     if git(repository, "status", "--porcelain").strip():
         typer.echo("the working tree has changes that are not committed; the demo uses HEAD without them")
     base = plant.scratch_clone(repository, clone)
-    prompts = load_prompts(default_root())
-    first = ordered(prompts.items, 1, seed, prompts.name)[0]
+    first = _first_question(seed)
     key = _key_of(clone, first.text or "")
     for change in (plant.slow(DEMO_SLOW), plant.flip(key)):
         plant.apply(change, clone)

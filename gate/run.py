@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gate import judge, rundir
-from gate.arm import Arm, ArmError, Peer, check_model_name, is_model_name, laid_out, make_model
+from gate.arm import Arm, ArmError, Peer, check_model_name, default_model, is_model_name, laid_out
 from gate.cell import Cell
 from gate.client import Limits, Measured, Target
 from gate.frames import build_frames
@@ -109,7 +109,7 @@ def prepare(
 
 
 def _model(wish: Wish, arms: Sequence[Arm | Peer], folder: RunDir, watcher: Watcher) -> Path | None:
-    """The checkpoint both arms serve: the one named, else one made by the first arm that can; None where all are peers.
+    """The checkpoint both arms serve: the one named, else the trees' own; None where all are peers.
 
     A name stays one: what it means is each arm's affair, and that they mean the same their digests must show.
     """
@@ -120,11 +120,8 @@ def _model(wish: Wish, arms: Sequence[Arm | Peer], folder: RunDir, watcher: Watc
         return wish.model
     if wish.model is not None:
         return wish.model.resolve()
-    maker = next((arm for arm in arms if isinstance(arm, Arm)), None)
-    if maker is None:
-        return None
-    watcher.say(f"no --model named: `omni tiny` of {maker.info.name} makes one")
-    return make_model(maker, folder.path / "model").resolve()
+    trees = [arm for arm in arms if isinstance(arm, Arm)]
+    return default_model(trees, folder.path / "model", watcher.say).resolve() if trees else None
 
 
 def _same_plan(folder: RunDir, now: Plan) -> Plan:

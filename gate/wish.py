@@ -32,6 +32,7 @@ from gate.workload import (
     load_clips,
     load_librispeech,
     load_prompts,
+    load_questions,
     make_ids,
     workload_hash,
 )
@@ -128,7 +129,8 @@ def _librispeech(wish: Wish, cells: Sequence[Cell], target: Path) -> Workload | 
 def _workload(wish: Wish, cell: Cell) -> Workload:
     if cell.workload == IDS:
         return make_ids(cell, wish.seed, wish.workloads)
-    return load_prompts(wish.workloads) if cell.workload == "prompts" else load_clips(wish.workloads)
+    load = {"prompts": load_prompts, "questions": load_questions, "clips": load_clips}[cell.workload]
+    return load(wish.workloads)
 
 
 def _on_librispeech(cell: Cell, clips: int) -> Cell:

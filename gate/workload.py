@@ -73,11 +73,20 @@ def load_cells(root: Path) -> dict[str, CellSet]:
 
 def load_prompts(root: Path) -> Workload:
     """The written prompts of `root`/prompts.jsonl."""
-    rows = _rows(root / "prompts.jsonl", _Prompt)
+    return _texts(root, "prompts")
+
+
+def load_questions(root: Path) -> Workload:
+    """The questions of `root`/questions.jsonl, of the kinds that the small trained model answers."""
+    return _texts(root, "questions")
+
+
+def _texts(root: Path, name: str) -> Workload:
+    rows = _rows(root / f"{name}.jsonl", _Prompt)
     items = [
         Item(id=row.id, text=row.text, audio=None, audio_seconds=0.0, reference=None, speaker=None) for row in rows
     ]
-    return _checked(Workload("prompts", f"{len(items)} prompts", tuple(items), root))
+    return _checked(Workload(name, f"{len(items)} {name}", tuple(items), root))
 
 
 def load_clips(root: Path) -> Workload:

@@ -1,4 +1,4 @@
-"""The command `omni`: serve a model, make the small checkpoint, say what a model folder holds."""
+"""The command `omni`: serve a model, make or train a small one, say what a model folder holds."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ from engine.config import (
 )
 from engine.errors import CheckpointError, WalkgateError
 from engine.model.config import OmniConfig
-from engine.server.source import package_folder, source_digest, source_root
+from engine.server.source import TRAINED_MODEL, package_folder, source_digest, source_root, trained_model
 
 if TYPE_CHECKING:
     from engine.server.front import Front
 
 EXIT_FAILED, EXIT_USAGE = 1, 64
 _BACKLOG = 2048
-_TINY_NAME = "omni-tiny"
 SHAPES_NAME = "qwen3-omni-30b-a3b"
 # Typer keeps the class of usage errors to itself; it is the base of the one that it exports.
 _UsageError = typer.BadParameter.__bases__[0]
@@ -60,7 +59,7 @@ app = typer.Typer(
 Model = Annotated[
     Path | None,
     typer.Argument(
-        help="A checkpoint folder. Without one, a small checkpoint with random weights is made and cached. "
+        help=f"A checkpoint folder, or {TRAINED_MODEL}, the small trained model of the package, which no name means too. "
         f"{SHAPES_NAME} names the released shapes, for --load-format dummy."
     ),
 ]
@@ -236,7 +235,7 @@ def tiny(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Other seeds give other weights. (default: 0)")] = None,
 ) -> None:
-    """Make the small checkpoint: the released layout in every file, random weights, the same bytes on every machine."""
+    """Make a small checkpoint for tests: the released layout in every file, random weights, the same bytes on every machine."""
     if (command := context.invoked_subcommand) is not None:
         for flag, value in {"--out": out, "--seed": seed}.items():
             if value is not None:
@@ -430,35 +429,47 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _model_folder(model: Path | None) -> Path:
-    """The absolute folder of the model that was named, or of a built-in one, made on first use."""
+    """The absolute folder of the model that was named: a checkpoint, the trained one of the package, or released shapes."""
     if model is not None and model.is_dir():
         return model.resolve()
-    if model is None:
-        folder = cache_folder() / f"tiny-{_recipe('tiny.py')}"
-    elif str(model) == SHAPES_NAME:
-        folder = cache_folder() / f"{SHAPES_NAME}-{_recipe('tiny.py', 'released.py')}"
-    else:
-        raise CheckpointError(
-            f"{model} is not a folder; name a checkpoint folder, {SHAPES_NAME} for its shapes without weights, or none for "
-            f"the small checkpoint"
-        )
-    if not folder.is_dir():
-        if model is None:
-            _make_tiny(folder, seed=0)
-        else:
-            _make_shapes(folder)
-    return folder
+    name = _built_in_name(model)
+    if name == TRAINED_MODEL:
+        return _trained_folder()
+    if name == SHAPES_NAME:
+        return _shapes_folder()
+    raise CheckpointError(
+        f"{model} is not a folder; name a checkpoint folder, {TRAINED_MODEL} or nothing for the small trained model, or "
+        f"{SHAPES_NAME} for its shapes without weights"
+    )
 
 
 def _built_in_name(model: Path | None) -> str | None:
     """What a built-in model is called; None for a folder, which has a name of its own."""
     if model is None:
-        return _TINY_NAME
-    return SHAPES_NAME if str(model) == SHAPES_NAME else None
+        return TRAINED_MODEL
+    return str(model) if str(model) in (TRAINED_MODEL, SHAPES_NAME) else None
+
+
+def _trained_folder() -> Path:
+    folder = trained_model()
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"this source has no {folder}; name a checkpoint folder: omni tiny --out DIR makes one with random weights, "
+            f"omni tiny train a trained one"
+        )
+    return folder
+
+
+def _shapes_folder() -> Path:
+    """The folder of the released shapes in the cache, made on first use."""
+    folder = cache_folder() / f"{SHAPES_NAME}-{_recipe('tiny.py', 'released.py')}"
+    if not folder.is_dir():
+        _make_shapes(folder)
+    return folder
 
 
 def _recipe(*sources: str) -> str:
-    """A key of the sources that make a built-in model, so that a changed recipe never meets an old folder."""
+    """A key of the sources that make the released shapes, so that a changed recipe never meets an old folder."""
     content = b"".join((package_folder() / "model" / source).read_bytes() for source in sources)
     return hashlib.sha256(content).hexdigest()[:12]
 

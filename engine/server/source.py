@@ -14,6 +14,7 @@ from pathlib import Path
 import engine
 
 SOURCE_SUFFIXES = frozenset({".py", ".json", ".jinja", ".toml"})
+TRAINED_MODEL = "omni-tiny"
 _GIT_SECONDS = 5.0
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyzmq", "msgspec", "fastapi", "uvicorn")
 
@@ -35,6 +36,11 @@ def package_folder() -> Path:
 def source_root() -> Path:
     """The folder that contains the imported `engine/`."""
     return package_folder().parent
+
+
+def trained_model() -> Path:
+    """The folder of the small trained model that comes with the package; whether it is there is not asked."""
+    return package_folder() / "assets" / TRAINED_MODEL
 
 
 def source_digest(package: Path) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from gate.arm import (
+    TRAINED_MODEL,
+    Arm,
     ArmChoice,
     ArmError,
+    default_model,
     dependency_table,
     laid_out,
     make_model,
@@ -216,6 +219,33 @@ def test_the_model_is_made_by_the_arms_own_tiny_command(tmp_path: Path) -> None:
         assert (folder / "model.safetensors").read_bytes() == bytes(range(256))
         with pytest.raises(ArmError, match=r"`omni tiny` of base failed .*FileExistsError"):
             make_model(arm, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("with_model", "taken", "told"),
+    [
+        (("base", "head"), b"base", "no --model named: engine/assets/omni-tiny of base"),
+        (("head",), b"head", "no --model named: engine/assets/omni-tiny of head"),
+        (
+            (),
+            bytes(range(256)),
+            "no --model named, and no tree with engine/assets/omni-tiny: `omni tiny` of base makes one",
+        ),
+    ],
+    ids=["both", "head alone", "neither"],
+)
+def test_without_a_model_all_arms_get_the_trained_one_of_the_first_that_has_it(
+    tmp_path: Path, with_model: tuple[str, ...], taken: bytes, told: str
+) -> None:
+    choices = tuple(ArmChoice(name, str(make_tree(tmp_path / name))) for name in ("base", "head"))
+    for name in with_model:
+        (tmp_path / name / TRAINED_MODEL).mkdir(parents=True)
+        (tmp_path / name / TRAINED_MODEL / "model.safetensors").write_bytes(name.encode())
+    said: list[str] = []
+    with laid_out(choices, tmp_path, tmp_path / "run", keep=False) as arms:
+        folder = default_model([arm for arm in arms if isinstance(arm, Arm)], tmp_path / "run" / "model", said.append)
+    assert (folder / "model.safetensors").read_bytes() == taken
+    assert len(said) == 1 and said[0].startswith(told)
 
 
 @pytest.mark.parametrize("ref", ["", "  "])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gate.cell import METRICS, Cell, parse_cells
+from gate.cell import AUDIO_IN_TASKS, METRICS, SPEECH_TASKS, Cell, parse_cells
 
 ROW = '{ task = "T2T", concurrency = 4, requests = 8 }'
 
@@ -134,7 +134,11 @@ def test_the_sets_of_the_repository_are_those_that_are_promised() -> None:
     for cell in text_cells:
         assert cell.requests % cell.concurrency == 0
         assert 8 <= cell.requests * cell.max_tokens / must[cell.concurrency] <= 12, cell.name
-    assert {(cell.requests, cell.warm_waves) for cell in sets["demo"].cells} == {(8, 1)}
+    assert [(cell.requests, cell.warm_waves) for cell in sets["demo"].cells] == [(8, 1), (32, 1), (8, 1), (8, 1)]
+    spoken = [cell for name in ("demo", "quick", "pr") for cell in sets[name].cells if cell.task in SPEECH_TASKS]
+    assert all(not cell.ignore_eos and (cell.max_frames or 0) >= 160 for cell in spoken)  # a cut answer has no fair WER
+    small = [cell for name in ("demo", "quick") for cell in sets[name].cells if cell.task not in AUDIO_IN_TASKS]
+    assert {cell.workload for cell in small} == {"questions"}
     assert [cell.requests for cell in sets["pr"].cells] == [64, 160, 640, 200, 200, 32, 32]
     assert {cell.max_tokens for cell in sets["pr"].cells if cell.task == "T2T"} == {257}
     assert {cell.warm_waves for cell in sets["pr"].cells} == {5}

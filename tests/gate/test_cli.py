@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gate import cli
-from gate.cli import app, called, first_part, found_plants
-from gate.plant import ATTENTION_OUTPUT, CHOOSE, LAUNCH
+from gate.cli import _first_question, _prompt_text, app, called, first_part, found_plants
+from gate.plant import ATTENTION_OUTPUT, CHOOSE, LAUNCH, PlantError
 from gate.rundir import RunDir
 from gate.verdict import compare
+from gate.workload import default_root, load_prompts, load_questions
 from tests.gate.runs import make_run
 from tests.gate.test_report import planted_run
 from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
@@ -370,6 +371,14 @@ def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
     assert mute.exit_code == 0 and 'name == "thinker.layers.1"' in (repo / "engine" / "model" / "layers.py").read_text()
     again = call("plant", "slow", str(repo))
     assert again.exit_code == 64 and "0 times; it must be there exactly once" in again.output
+
+
+def test_a_plant_may_name_a_prompt_or_a_question_and_takes_the_first_question_otherwise() -> None:
+    assert _prompt_text("p00") == load_prompts(default_root()).items[0].text
+    assert _prompt_text("q00") == load_questions(default_root()).items[0].text
+    assert _prompt_text(None) == _first_question(0).text
+    with pytest.raises(PlantError, match=r"--prompt 'r00' is no id of workloads/questions.jsonl or"):
+        _prompt_text("r00")
 
 
 def test_the_demo_compares_a_planted_clone_of_a_depth_one_clone_and_leaves_the_tree_as_it_was(

@@ -566,14 +566,14 @@ def test_a_run_that_fails_while_it_is_prepared_leaves_nothing_that_blocks_the_ne
 ) -> None:
     wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
 
-    def fail(target: Path | Arm, *_: object) -> None:
+    def fail(target: Path | list[Arm], *_: object) -> None:
         place = wish.run_dir / "half"
         place.mkdir()
         (place / "file").write_text("half of it")
         raise (WorkloadError if failure == "hub" else ArmError)("it failed")
 
     with monkeypatch.context() as broken:
-        broken.setattr("gate.wish.librispeech_from_hub" if failure == "hub" else "gate.run.make_model", fail)
+        broken.setattr("gate.wish.librispeech_from_hub" if failure == "hub" else "gate.run.default_model", fail)
         with pytest.raises(ValueError, match="it failed"):
             plan_only(replace(wish, librispeech="hub" if failure == "hub" else None), Notes())
     assert sorted(path.name for path in wish.run_dir.rglob("*")) == ["sessions", "wish.json"]

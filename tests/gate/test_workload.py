@@ -18,6 +18,7 @@ from gate.workload import (
     load_clips,
     load_librispeech,
     load_prompts,
+    load_questions,
     make_ids,
     ordered,
     warm_items,
@@ -40,6 +41,7 @@ def test_prompts_and_clips_become_items(tmp_path: Path) -> None:
 def test_the_gates_own_workloads_are_whole() -> None:
     root = default_root()
     assert len(load_prompts(root).items) == 64
+    assert len(load_questions(root).items) == 48
     assert 28 <= len(load_clips(root).items) <= 36
     assert {"demo", "quick", "pr", "h200", "h200-audio"} <= set(load_cells(root))
 

@@ -19,10 +19,11 @@ import psutil
 import pytest
 
 from engine.config import ServerSettings
-from engine.errors import WalkgateError
+from engine.errors import CheckpointError, WalkgateError
 from engine.model.config import OmniConfig
 from engine.server import life
-from engine.server.cli import _listen
+from engine.server.cli import SHAPES_NAME, _listen, _model_folder
+from engine.server.source import TRAINED_MODEL, trained_model
 from tests.server.serving import (
     Server,
     audio_file,
@@ -430,16 +431,40 @@ def test_tiny_makes_the_folder_and_info_reads_it_as_json(tmp_path: Path):
     assert found["tasks"] == ["T2T", "A2T", "T2S", "A2S"]
 
 
-def test_without_a_model_the_small_checkpoint_is_made_once_in_the_users_cache(tmp_path: Path):
-    first = run("info", XDG_CACHE_HOME=str(tmp_path))
+def test_the_released_shapes_are_made_once_in_the_users_cache(tmp_path: Path):
+    first = run("info", SHAPES_NAME, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr
     (folder,) = (tmp_path / "walkgate").iterdir()
-    assert folder.name.startswith("tiny-")
-    made = (folder / "model.safetensors").stat().st_mtime_ns
-    second = run("info", XDG_CACHE_HOME=str(tmp_path))
+    assert folder.name.startswith(SHAPES_NAME)
+    made = (folder / "config.json").stat().st_mtime_ns
+    second = run("info", SHAPES_NAME, XDG_CACHE_HOME=str(tmp_path))
     assert second.stdout == first.stdout
     assert str(folder) in second.stdout
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert (folder / "config.json").stat().st_mtime_ns == made
+
+
+def test_without_a_model_and_by_its_name_the_trained_one_of_the_package_is_meant(tmp_path: Path):
+    found = [run("info", *words, "--json", XDG_CACHE_HOME=str(tmp_path)) for words in ((), (TRAINED_MODEL,))]
+    assert [done.returncode for done in found] == [0, 0], found[0].stderr
+    assert found[0].stdout == found[1].stdout
+    assert json.loads(found[0].stdout)["model"]["folder"] == str(trained_model())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trained_model_is_served_by_its_name_and_speaks_until_it_ends(tmp_path: Path):
+    with serving(Path(TRAINED_MODEL), tmp_path / "log") as server:
+        answer = server.answer(text="What is two plus three?", max_tokens=64, output=["text", "audio"])
+        assert (answer["finish_reason"], answer["audio_finish_reason"]) == ("stop", "stop")
+        assert [one["id"] for one in server.get("/v1/models")[1]["data"]] == [TRAINED_MODEL]
+
+
+def test_a_source_without_the_trained_model_says_what_to_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engine.server.cli.trained_model", lambda: tmp_path / TRAINED_MODEL)
+    for model in (None, Path(TRAINED_MODEL)):
+        with pytest.raises(
+            CheckpointError, match=r"this source has no .*/omni-tiny; name a checkpoint folder: omni tiny"
+        ):
+            _model_folder(model)
 
 
 def test_help_has_examples():

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.config import OFF_BY_DEFAULT
 from engine.model.config import OmniConfig
 from engine.model.weights import expected_tensors
+from engine.server.source import trained_model
 from engine.tiny import tasks, tokenizer, voices
 from engine.tiny.export import VISION, write_trained
 from engine.tiny.score import Served
@@ -112,6 +113,14 @@ def test_a_tensor_that_differs_is_told_at_its_first_token_and_ends_with_1(
     assert rows[2].difference is not None and rows[2].difference.startswith("code 5 of frame 0 is ")
     assert report(rows, {"threads": 1}, tmp_path) == 1
     assert "2 of 3 greedy answers are the same" in (tmp_path / "hugging_face.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.hf
+def test_both_give_the_same_text_and_codes_from_the_model_of_the_package(short: None):
+    folder = trained_model()
+    rows = compare(Served(folder, "cpu"), load_hugging_face(folder), asked(8, noise))
+    assert [row.difference for row in rows] == [None] * 8
+    assert all((row.frames > 3) == (row.cell in SPOKEN) for row in rows)
 
 
 def test_the_engine_runs_with_the_switches_of_a_server_on_a_cpu(served: Served):

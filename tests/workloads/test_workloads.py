@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 PROMPTS = lines(ROOT / "prompts.jsonl")
+QUESTIONS = lines(ROOT / "questions.jsonl")
 CLIPS = lines(ROOT / "clips" / "manifest.jsonl")
 
 
@@ -59,8 +61,30 @@ def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
     return found
 
 
+def script(name: str) -> ModuleType:
+    """The module of a script beside the workload."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A frozen dataclass looks its module up by name while it is made.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
 def test_every_prompt_line_fits_the_schema():
     assert [fault for line in PROMPTS for fault in faults(line, SCHEMA["prompt"], line.get("id", "?"))] == []
+
+
+def test_every_question_line_fits_the_schema_and_ids_are_in_order():
+    assert [fault for line in QUESTIONS for fault in faults(line, SCHEMA["question"], line.get("id", "?"))] == []
+    assert [line["id"] for line in QUESTIONS] == [f"q{k:02d}" for k in range(48)]
+    assert len({line["text"] for line in QUESTIONS}) == 48
+
+
+def test_the_questions_are_what_the_script_writes():
+    assert [line["text"] for line in QUESTIONS] == script("make_questions").questions()
 
 
 def test_every_clip_line_fits_the_schema():
@@ -145,14 +169,7 @@ def test_every_golden_line_fits_the_schema_and_names_a_prompt_once():
 @pytest.fixture(scope="module")
 def make_clips():
     pytest.importorskip("hibari", reason="hibari-tts is in the extra `tiny`")
-    spec = importlib.util.spec_from_file_location("make_clips", ROOT / "make_clips.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A frozen dataclass looks its module up by name while it is made.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "make_clips", module)
-        spec.loader.exec_module(module)
-        yield module
+    return script("make_clips")
 
 
 def test_the_manifest_says_what_the_script_would_speak(make_clips: Any):
