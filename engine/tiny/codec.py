@@ -2,7 +2,8 @@
 
 `Decoder` is `engine.model.code2wav` over whole utterances; its parameters carry the names of the released checkpoint. `Encoder`
 is ours alone and never exported. `ResidualQuantizer` has no codebooks of its own: it searches the decoder's embedding table,
-so what it picks is what the decoder hears.
+so what it picks is what the decoder hears. It keeps latents simple while the codec is trained. The codes that are served are
+others, `Axes`: of theirs a code is near what the codes beside it mean, so one that is a little off does little harm.
 
 The encoder reads a log-mel spectrogram, not samples. The codes then say nothing about phase, which 1,200 bits a second can't
 carry, and the same sound gets the same codes wherever its periods fall in a frame: fewer surprises for whoever predicts them.
@@ -35,6 +36,8 @@ IDLE_SHARE = 0.05  # a code chosen less often than this share of its book's aver
 STARTING_ROUNDS = 8  # of moving a book onto the clusters of the first batch
 # Parts of a latent that books share: a frame that is not quite foreseen gets a few codes wrong, not all that build on one.
 PARTS = 8
+# The codes of the longest axis reach this many standard deviations to either side.
+REACH = 3.0
 
 
 def mel_filters(bins: int, window: int) -> Tensor:
@@ -443,6 +446,45 @@ def _looked_up(rows: Tensor, places: Tensor) -> Tensor:
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Axes:
+    """Latents as Q values, and each value as one of K codes in equal steps: code k stands for k - (K - 1) / 2 steps.
+
+    `mean` [H] is the middle and `directions` [H, Q] are the principal axes of what `fit` saw, the longest first; `step` [] is
+    the length of a step, the same on every axis. float32.
+    """
+
+    mean: Tensor
+    directions: Tensor
+    step: Tensor
+    codes: int
+
+    @classmethod
+    def fit(cls, latents: Tensor, axes: int, codes: int) -> Axes:
+        """Fit `axes` axes of `codes` codes to `latents` [N, H]; ValueError when they have no extent."""
+        mean = latents.mean(0)
+        variance, directions = torch.linalg.eigh(torch.cov((latents - mean).t().double()))
+        longest = float(variance[-1]) ** 0.5
+        if not longest > 0:
+            raise ValueError(f"{len(latents)} latents are all alike: no codes can tell them apart")
+        directions = directions.flip(1)[:, :axes]
+        # An axis may point either way; let its largest part be positive.
+        largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+        step = torch.tensor(2 * REACH * longest / codes)
+        return cls(mean, (directions * largest.sign()).float(), step, codes)
+
+    def encode(self, latents: Tensor) -> Tensor:
+        """Codes [..., Q] int64 of `latents` [..., H]."""
+        places = (latents - self.mean) @ self.directions / self.step + self.codes / 2
+        return places.floor().clamp(0, self.codes - 1).long()
+
+    def table(self) -> Tensor:
+        """The decoder's embeddings [Q * K, H]: the mean of one of each axis is the latent that the codes stand for."""
+        steps = torch.arange(self.codes, device=self.mean.device) - (self.codes - 1) / 2
+        shares = steps[:, None] * self.step * self.directions.t()[:, None] * self.directions.shape[1]
+        return (self.mean + shares).flatten(0, 1)
+
+
 class Codec(nn.Module):
     """Encoder, quantizer and decoder."""
 
@@ -467,10 +509,16 @@ class Codec(nn.Module):
         return self.decoder.speak(seen.latents), seen
 
     @torch.no_grad()
-    def encode(self, wave: Tensor) -> Tensor:
-        """Codes [quantizers, frames] int64 of `wave` [N], which is padded with silence to whole frames of 1,920 samples."""
+    def latents(self, wave: Tensor) -> Tensor:
+        """Latents [frames, H] of `wave` [N], which is padded with silence to whole frames of 1,920 samples."""
         padded = F.pad(wave, (0, -len(wave) % self.decoder.frame))
-        return self.quantizer.encode(self.encoder(padded[None]), self.table)[0]
+        found: Tensor = self.encoder(padded[None])[0]
+        return found
+
+    @torch.no_grad()
+    def encode(self, wave: Tensor) -> Tensor:
+        """Codes [quantizers, frames] int64 by the quantizer of `wave` [N], padded as `latents` does."""
+        return self.quantizer.encode(self.latents(wave)[None], self.table)[0]
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ STACKED = {
     "code_predictor.model.codec_embedding": "code_predictor.model.codec_embedding.{}.weight",
     "code_predictor.lm_head": "code_predictor.lm_head.{}.weight",
 }
-EMBEDDINGS = ("embed_tokens", "codec_embedding")
+EMBEDDINGS = ("embed_tokens", "codec_embedding.powers", "codec_embedding.special")
 # Layers whose output is added to the residual stream, and those that must start near zero: heads and routers.
 ADDED = ("o_proj", "out_proj", "down_proj", "fc2")
-QUIET = ("lm_head", "codec_head", "mlp.gate", "shared_expert_gate")
+QUIET = ("lm_head", "lm_head.powers", "codec_head.powers", "codec_head.special", "mlp.gate", "shared_expert_gate")
 QUIET_DEVIATION = 0.02
 EMBEDDING_DEVIATION = 0.3
 

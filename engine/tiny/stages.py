@@ -33,6 +33,7 @@ from random import Random
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -43,7 +44,7 @@ from engine.model.positions import audio_tokens
 from engine.model.tiny import tokenizer_config, write_texts
 from engine.tiny import card, codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices, workdir
 from engine.tiny.batches import Conversation, Mixture
-from engine.tiny.codec import Codec
+from engine.tiny.codec import Axes, Codec
 from engine.tiny.export import write_trained
 from engine.tiny.letters import letters, spelled
 from engine.tiny.optim import Module
@@ -63,8 +64,13 @@ HEARD, SPOKEN = "heard", "spoken"
 MODEL = "omni-tiny"
 # Shares of a batch of the Thinker, by cost.
 LISTENING_SHARE, READING_SHARE = 0.75, 0.25
+# Of what is spoken, so much answers questions: answers are much alike, and there is more to learn of other texts.
+ANSWERS_SHARE = 0.2
 # Clips that the codec is judged by and never trained on: one in so many.
 JUDGED_EVERY = 50
+# Clips that the axes of the codes are fitted to: one in so many.
+FITTED_EVERY = 10
+AXES = "axes.safetensors"
 # Without LibriSpeech's texts so many sentences of the grammar stand in for them.
 STAND_INS = 2000
 
@@ -229,7 +235,7 @@ def _stand_ins(seed: int) -> list[str]:
 
 
 def spoken(seed: int, count: int, known: Sequence[str]) -> list[Example]:
-    """Make `count` examples whose answers are to be spoken: half answer questions, the others say a text again.
+    """Make `count` examples whose answers are to be spoken: one in five answers a question, the others say a text again.
 
     Some of either kind ask by a clip. `known` are reference texts; a smaller count gives the first of them.
     """
@@ -239,7 +245,7 @@ def spoken(seed: int, count: int, known: Sequence[str]) -> list[Example]:
     made: list[Example] = []
     for _ in range(count):
         by_clip = rng.random() < 0.4
-        if rng.random() < 0.5:
+        if rng.random() < ANSWERS_SHARE:
             question = next(asked)
             aloud = by_clip and question.sayable
             made.append(tasks.ask_aloud(question, rng.choice(tasks.ANSWER_ALOUD)) if aloud else tasks.ask(question))
@@ -323,22 +329,41 @@ def _code2wav() -> Code2WavConfig:
 
 
 def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
-    """Encode what the main voice says, a shard of speech at a time."""
+    """Encode what the main voice says, a shard of speech at a time, on axes that some of it decides."""
     folder, source = out / "codes", out / SPOKEN
     folder.mkdir(parents=True, exist_ok=True)
     codec = _codec(out, plan).to(plan.device)
+    axes = _fitted(codec, source, folder / AXES, plan.device)
     coded: list[Coded] = []
     for shard, clips in itertools.groupby(speech.manifest(source), key=lambda clip: clip.shard):
         name = Path(shard).stem
         if not shards.list_of(folder, name).exists():
             waves = [torch.from_numpy(speech.read(source, clip)).to(plan.device) for clip in clips]
-            parts = [codec.encode(wave).t().cpu().numpy().astype(np.uint8) for wave in waves]
+            parts = [axes.encode(codec.latents(wave)).cpu().numpy().astype(np.uint8) for wave in waves]
             starts = shards.save(folder, name, parts)
             made = [Coded(f"{name}.npy", *at) for at in zip(starts, map(len, parts), strict=True)]
             shards.write_list(shards.list_of(folder, name), made)
             sitting.tell(f"codes: {name} made")
         coded += shards.read_list(shards.list_of(folder, name), Coded)
     shards.write_list(folder / shards.MANIFEST, coded)
+
+
+def _fitted(codec: Codec, source: Path, path: Path, device: str) -> Axes:
+    """The axes in the file at `path`, on `device`, which are fitted to some of the clips in `source` if there are none."""
+    if not path.exists():
+        chosen = itertools.islice(speech.manifest(source), 0, None, FITTED_EVERY)
+        latents = [codec.latents(torch.from_numpy(speech.read(source, clip)).to(device)) for clip in chosen]
+        config = codec.decoder.config
+        axes = Axes.fit(torch.cat(latents).cpu(), config.quantizers, config.codebook)
+        held = {"mean": axes.mean, "directions": axes.directions.contiguous(), "step": axes.step}
+        partial = path.with_suffix(".partial")
+        save_file(held, partial)
+        partial.replace(path)
+    return _axes(path, codec.decoder.config.codebook, device)
+
+
+def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
+    return Axes(**load_file(path, device), codes=codes)
 
 
 def make_mels(out: Path, plan: Plan, sitting: Sitting) -> None:
@@ -429,7 +454,9 @@ def export(out: Path, plan: Plan, sitting: Sitting) -> None:
     table = language.text_embedding(plan.seed)
     thinker = _averaged(Thinker(language.config, table), out, "thinker")
     talker = _averaged(Talker(language.config, table), out, "talker")
-    tensors = {**thinker.tensors(), **talker.tensors(), **_codec(out, plan).decoder.tensors()}
+    decoder = _codec(out, plan).decoder
+    decoder.code_embedding.weight.copy_(_axes(_trained(out, "codes", AXES) / AXES, decoder.config.codebook).table())
+    tensors = {**thinker.tensors(), **talker.tensors(), **decoder.tensors()}
     content = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
     size = write_trained(out / "export" / MODEL, one_voice(tensors, part), content)
     sitting.listener(f"export: {size} bytes")

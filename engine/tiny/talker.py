@@ -27,7 +27,10 @@ from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, initialise,
 
 NONE = -1  # no code here
 IGNORED = -100  # no target here
-CODE_SHARE = 0.05
+# How many powers of a code's value, from 0 on, its embedding is made of, and its score; and how far from 0 the values reach.
+EMBEDDED, SCORED = (4, 1.0), (3, 3.0)
+# The loss of all groups but the first counts so often.
+REST_SHARE = 5.0
 HOST = ("counts", "said")
 
 
@@ -155,12 +158,47 @@ class _Projection(nn.Module):
         return out
 
 
+class Scale(nn.Module):
+    """A table of rows for codes, smooth in the value that a code stands for, and of free rows for special ids after them.
+
+    A code's row is a sum of powers of its value, each with a factor that is learned: what is learned of one code holds for
+    those beside it. Scores by up to the second power are those of a normal distribution, whose likeliest code is its mean.
+    """
+
+    values: Tensor
+
+    def __init__(
+        self, codes: int, form: tuple[int, float], width: int, *, tables: int | None = None, special: int = 0
+    ) -> None:
+        """Rows [codes + special, width], or `tables` of them; `form` is how many powers, and of values up to what."""
+        super().__init__()
+        powers, reach = form
+        self.powers = nn.Parameter(torch.empty(*([] if tables is None else [tables]), powers, width))
+        self.special = nn.Parameter(torch.empty(special, width)) if special else None
+        value = torch.linspace(-reach, reach, codes)
+        self.register_buffer("values", value[:, None] ** torch.arange(powers), persistent=False)
+
+    def forward(self) -> Tensor:
+        """The table, [codes + special, width] or [tables, codes, width]."""
+        rows = self.values @ self.powers
+        return rows if self.special is None else torch.cat([rows, self.special])
+
+
 class _Codec(Stack):
     """The Talker's stack with its table of codes and special ids."""
 
     def __init__(self, config: TalkerConfig, dropout: float) -> None:
         super().__init__(config.stack, dropout)
-        self.codec_embedding = nn.Embedding(config.stack.vocab, config.stack.hidden)
+        self.codec_embedding = _own_scale(config, EMBEDDED)
+
+
+def _own_scale(config: TalkerConfig, form: tuple[int, float]) -> Scale:
+    codes = config.predictor.vocab
+    return Scale(codes, form, config.stack.hidden, special=config.stack.vocab - codes)
+
+
+def _predictor_scale(config: PredictorConfig, form: tuple[int, float]) -> Scale:
+    return Scale(config.vocab, form, config.hidden, tables=config.groups - 1)
 
 
 class _Dense(nn.Module):
@@ -168,7 +206,7 @@ class _Dense(nn.Module):
 
     def __init__(self, config: PredictorConfig) -> None:
         super().__init__()
-        self.codec_embedding = nn.Parameter(torch.empty(config.groups - 1, config.vocab, config.hidden))
+        self.codec_embedding = _predictor_scale(config, EMBEDDED)
         self.layers = nn.ModuleList(DenseLayer(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.hidden, config.eps)
 
@@ -180,21 +218,21 @@ class CodePredictor(nn.Module):
         super().__init__()
         self.config = config
         self.model = _Dense(config)
-        self.lm_head = nn.Parameter(torch.empty(config.groups - 1, config.vocab, config.hidden))
+        self.lm_head = _predictor_scale(config, SCORED)
 
     def forward(self, y: Tensor, first: Tensor, frames: Tensor) -> Tensor:
-        """Logits [n, G-1, V] float32 of groups 1…G-1 of `frames` [n, G].
+        """Logits [n, G-1, V] float32 of groups 1…G-1 after the groups before in `frames` [n, G].
 
         `y` [n, H] are the Talker's rows, `first` [n, H] the embeddings of group 0.
         """
-        tables = self.model.codec_embedding[:-1]
+        tables = self.model.codec_embedding()[:-1]
         # A product, as in `Talker._sums`.
         chosen = F.one_hot(frames[:, 1:-1], tables.shape[1]).to(tables.dtype)
         x = torch.cat([y[:, None], first[:, None], torch.einsum("ngv,gvh->ngh", chosen, tables)], dim=1)
         rope = rope_tables(x.shape[1], self.config.rope_theta, self.config.head_dim, x.device)
         for layer in self.model.layers:
             x = layer(x, rope)
-        return torch.einsum("ngh,gvh->ngv", self.model.norm(x)[:, 1:], self.lm_head).float()
+        return torch.einsum("ngh,gvh->ngv", self.model.norm(x)[:, 1:], self.lm_head()).float()
 
 
 class Talker(nn.Module):
@@ -209,7 +247,7 @@ class Talker(nn.Module):
         assert config.talker is not None
         self.config, self.part = config, config.talker
         self.model = _Codec(config.talker, dropout)
-        self.codec_head = nn.Linear(config.talker.stack.hidden, config.talker.stack.vocab, bias=False)
+        self.codec_head = _own_scale(config.talker, SCORED)
         self.text_projection, self.hidden_projection = _Projection(config.talker), _Projection(config.talker)
         self.code_predictor = CodePredictor(config.talker.predictor)
         self.letters_head = LettersHead(config.talker.stack.hidden)
@@ -232,7 +270,7 @@ class Talker(nn.Module):
 
     def _sums(self, codes: Tensor) -> Tensor:
         """Summed embeddings [B, L, H] of `codes` [B, L, G], nothing where there is none."""
-        own, others = self.model.codec_embedding.weight, self.code_predictor.model.codec_embedding
+        own, others = self.model.codec_embedding(), self.code_predictor.model.codec_embedding()
         table = torch.cat([own.new_zeros(1, own.shape[1]), own, others.flatten(0, 1)])
         starts = torch.arange(codes.shape[2], device=codes.device).sub(1).clamp(min=0) * others.shape[1]
         starts[1:] += own.shape[0]
@@ -243,12 +281,12 @@ class Talker(nn.Module):
 
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Logits of group 0 [B, L, V] and of the others [n, G-1, V'], float32."""
-        return self._scores(self.model(self.embed(batch), batch.valid)[0], batch)
+        return self._scores(self.model(self.embed(batch), batch.valid)[0], batch, batch.frames)
 
-    def _scores(self, y: Tensor, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
-        first = self.codec_head(y).float().masked_fill(self.barred, float("-inf"))
+    def _scores(self, y: Tensor, batch: SpeechBatch, frames: Tensor) -> tuple[Tensor, Tensor]:
+        first = F.linear(y, self.codec_head()).float().masked_fill(self.barred, float("-inf"))
         rows = y.flatten(0, 1).index_select(0, batch.spoken)
-        return first, self.code_predictor(rows, self.model.codec_embedding(batch.frames[:, 0]), batch.frames)
+        return first, self.code_predictor(rows, F.embedding(frames[:, 0], self.model.codec_embedding()), frames)
 
     def loss(self, batch: SpeechBatch, weighting: Weighting) -> dict[str, Tensor]:
         """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `letters`.
@@ -257,7 +295,11 @@ class Talker(nn.Module):
         arrives faster than it is spoken, and learn how it sounds.
         """
         y, uneven = self.model(self.embed(batch), batch.valid)
-        scores, rest_scores = self._scores(y, batch)
+        # Told the true groups before, the predictor would lean on them; served, it is told what was likeliest, which says
+        # nothing that the row does not, and every group would add to the faults of those before. So it learns without.
+        count = len(batch.frames)
+        heard = batch.frames[torch.randperm(count, device=batch.frames.device)] if self.training else batch.frames
+        scores, rest_scores = self._scores(y, batch, heard)
         scores, wanted = scores.flatten(0, 1), batch.first.flatten()
         first = F.cross_entropy(scores, wanted, ignore_index=IGNORED)
         rest = F.cross_entropy(rest_scores.flatten(0, 1), batch.frames[:, 1:].flatten())
@@ -266,7 +308,7 @@ class Talker(nn.Module):
         rows = y.flatten(0, 1).index_select(0, batch.speech.flatten()).unflatten(0, batch.speech.shape)
         place = self.letters_head(rows, batch.answers, batch.counts, batch.said)
         return {
-            "loss": first + rest + weighting.balance * uneven + weighting.letters * place,
+            "loss": first + REST_SHARE * rest + weighting.balance * uneven + weighting.letters * place,
             "first": first,
             "rest": rest,
             "first_right": ((scores.argmax(-1) == wanted) & counted).sum() / counted.sum(),
@@ -277,21 +319,43 @@ class Talker(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of Talker and predictor under their released names, in their released shapes."""
-        return tensors(dict(self.named_parameters()), "talker.")
+        parameters = dict(self.named_parameters())
+        for name, module in self.named_modules():
+            if isinstance(module, Scale):
+                del parameters[f"{name}.powers"]
+                whole = parameters.pop(f"{name}.special", None) is not None
+                parameters[f"{name}.weight" if whole else name] = module()
+        return tensors(parameters, "talker.")
 
 
 def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Generator | None = None) -> SpeechBatch:
-    """`batch` with frames' input codes [B, L, G] drawn anew from `codes`; what is to be predicted stays.
+    """`batch` with frames' input codes [B, L, G] below `codes` changed; what is to be predicted stays.
 
-    Of an utterance any share of the frames up to `most` is drawn anew whole, and CODE_SHARE of the other codes. Served, the
-    Talker hears its own mistakes; trained on true frames alone, it would know an utterance by them and recite it.
+    Of an utterance any share of the frames up to `most` is misheard: half of those become any frame of the batch, the others
+    are blurred, drawn to the middle and off by chance, as a frame is that the Talker is not sure of. Half of the remaining
+    frames are off by a code or so. Served, the Talker hears its own mistakes; trained on true frames alone, it would know an
+    utterance by them and recite it.
     """
     given = batch.codes
-    share = torch.rand((len(given), 1, 1), generator=generator, device=given.device) * most
-    draw = torch.rand((*given.shape[:2], 1), generator=generator, device=given.device) < share
-    draw = draw | (torch.rand(given.shape, generator=generator, device=given.device) < CODE_SHARE)
-    other = torch.randint(codes, given.shape, generator=generator, device=given.device)
-    return replace(batch, codes=torch.where(draw & (given >= 0) & (given < codes), other, given))
+    held = (given >= 0) & (given < codes)
+
+    def chance(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=given.device)
+
+    def normal() -> Tensor:
+        return torch.randn(given.shape, generator=generator, device=given.device)
+
+    utterances, rows = given.shape[:2]
+    middle, value = (codes - 1) / 2, given.to(torch.float32)
+    frames = batch.frames
+    spread = frames.float().std(0) if len(frames) > 1 else torch.zeros_like(frames[0], dtype=torch.float32)
+    blur = chance(utterances, 1, 1)
+    blurred = middle + (value - middle) * (1 - 0.4 * blur) + 0.7 * blur * spread * normal()
+    picks = torch.randint(len(frames), (utterances, rows), generator=generator, device=given.device)
+    misheard = torch.where(chance(utterances, rows, 1) < 0.5, frames[picks].to(torch.float32), blurred)
+    near = torch.where(chance(utterances, rows, 1) < 0.5, value + normal(), value)
+    drawn = torch.where(chance(utterances, rows, 1) < chance(utterances, 1, 1) * most, misheard, near)
+    return replace(batch, codes=torch.where(held, drawn.round().clamp(0, codes - 1).long(), given))
 
 
 class Utterances:
@@ -324,8 +388,8 @@ def train(
 ) -> tuple[Talker, bool]:
     """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
 
-    `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the largest share of frames that are drawn anew (see
-    `corrupted`), `dropout` that of what the Talker's layers add that is left out; `clock` counts seconds.
+    `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the largest share of frames that are misheard, 0 to leave all
+    as they are (see `corrupted`); `dropout` that of what the Talker's layers add that is left out; `clock` counts seconds.
     """
     training = Training(
         Talker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
@@ -335,7 +399,9 @@ def train(
         model = training.module
         assert isinstance(model, Talker)
         batch = collate(utterances.draw(moment.step, growing(moment.progress)), config, voice).to(device)
-        return model.loss(corrupted(batch, corrupt, model.part.predictor.vocab), weighting)
+        if corrupt:
+            batch = corrupted(batch, corrupt, model.part.predictor.vocab)
+        return model.loss(batch, weighting)
 
     over = training.run(losses, minutes)
     averaged = training.averaged()

@@ -17,7 +17,7 @@ from engine.model.code2wav import Code2Wav
 from engine.model.config import Code2WavConfig, OmniConfig
 from engine.model.weights import load_weights
 from engine.tiny import shapes, shards
-from engine.tiny.codec import Codec, Decoder, LogMel, ResidualQuantizer, magnitudes, mel_filters
+from engine.tiny.codec import Axes, Codec, Decoder, LogMel, ResidualQuantizer, magnitudes, mel_filters
 from engine.tiny.codec_train import (
     Critics,
     Pool,
@@ -136,6 +136,40 @@ def test_what_the_quantizer_picks_is_what_the_decoder_hears():
     codes = codec.quantizer.encode(latents, codec.table)
     assert codes.shape == (2, SMALL.quantizers, 40)
     torch.testing.assert_close(codec.decoder.embed(codes), seen.latents, rtol=0, atol=1e-5)
+
+
+def spread(rows: int) -> torch.Tensor:
+    """Latents [rows, H] that mostly lie along a few directions, around a middle of their own."""
+    lengths = 0.5 ** torch.arange(SMALL.hidden)
+    turned = torch.linalg.qr(torch.randn(SMALL.hidden, SMALL.hidden, generator=generator(3))).Q
+    return torch.randn(rows, SMALL.hidden, generator=generator(4)) * lengths @ turned.t() + 2.0
+
+
+def test_codes_of_axes_are_near_what_they_stand_for_in_the_decoders_table():
+    latents, decoder = spread(4000), Decoder(SMALL).requires_grad_(False)
+    axes = Axes.fit(latents, SMALL.quantizers, SMALL.codebook)
+    codes = axes.encode(latents)
+    assert codes.shape == (4000, SMALL.quantizers) and codes.min() >= 0 and codes.max() < SMALL.codebook
+    # The longest axis first, with all of the codes; a step is the same on all.
+    extents = codes.float().std(0)
+    assert (extents[1:] <= extents[:-1] + 0.5).all() and extents[0] == pytest.approx(SMALL.codebook / 6, rel=0.1)
+    decoder.code_embedding.weight.copy_(axes.table())
+    heard = decoder.embed(codes.t()[None])[0]
+    off = (heard - latents) @ axes.directions / axes.step
+    within = (codes > 0) & (codes < SMALL.codebook - 1)
+    assert off[within].abs().max() < 0.501 and within.float().mean() > 0.9
+    # A code that is one off means a latent that is one step off.
+    beside = decoder.embed((codes + within.long()).t()[None])[0]
+    moved = ((beside - heard) @ axes.directions / axes.step)[within]
+    torch.testing.assert_close(moved, torch.ones_like(moved), rtol=0, atol=1e-3)
+
+
+def test_axes_are_the_same_for_the_same_latents_in_any_order_and_latents_all_alike_have_none():
+    latents = spread(500)
+    one, other = Axes.fit(latents, 4, 16), Axes.fit(latents.flip(0), 4, 16)
+    torch.testing.assert_close(other.directions, one.directions, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="500 latents are all alike"):
+        Axes.fit(torch.ones(500, 8), 4, 16)
 
 
 def test_each_book_leaves_less_than_the_one_before_it():

@@ -20,6 +20,7 @@ from engine.model.config import OmniConfig
 from engine.tiny import card, shards, speech, stages, tasks, voices, workdir
 from engine.tiny.batches import collate
 from engine.tiny.card import LogLine
+from engine.tiny.codec import Axes
 from engine.tiny.codec_train import load as load_codec
 from engine.tiny.letters import letters
 from engine.tiny.score import Asked, Served, Sizes
@@ -261,7 +262,7 @@ def parts(trained: Trained, tmp_path: Path, *names: str) -> Path:
     return tmp_path / "out"
 
 
-TRAINED_PARTS = {"codec": "codec-*.safetensors", "thinker": "state-*", "talker": "state-*"}
+TRAINED_PARTS = {"codec": "codec-*.safetensors", "codes": "axes.safetensors", "thinker": "state-*", "talker": "state-*"}
 
 
 @pytest.mark.parametrize("name", TRAINED_PARTS)
@@ -363,15 +364,18 @@ def test_what_is_spoken_becomes_utterances_with_the_codes_of_their_clips(trained
     assert config is not None
     codec = load_codec(trained.out / "codec", config, PLAN.codec.width)
     wave = torch.from_numpy(speech.read(trained.out / SPOKEN, clips[0]))
-    assert np.array_equal(utterances[0].codes, codec.encode(wave).numpy())
+    axes = Axes(**load_file(trained.out / "codes" / stages.AXES), codes=config.codebook)
+    assert np.array_equal(utterances[0].codes, axes.encode(codec.latents(wave)).t().numpy())
+    exported = load_file(trained.out / "export" / stages.MODEL / "model.safetensors")
+    torch.testing.assert_close(exported["code2wav.code_embedding.weight"], axes.table().bfloat16(), rtol=0, atol=0)
 
 
-def test_half_of_what_is_spoken_answers_questions_and_some_prompts_are_clips():
+def test_a_fifth_of_what_is_spoken_answers_questions_and_some_prompts_are_clips():
     known = ["THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG"]
     made = stages.spoken(0, 1000, known)
     assert made[:50] == stages.spoken(0, 50, known)
     kinds = [example.kind for example in made]
-    assert kinds.count("repeat") + kinds.count("transcribe") == pytest.approx(500, abs=60)
+    assert kinds.count("repeat") + kinds.count("transcribe") == pytest.approx(800, abs=60)
     assert sum(bool(example.clips) for example in made) == pytest.approx(350, abs=60)
 
 

@@ -17,7 +17,18 @@ from engine.request import Sampling, Speech
 from engine.tiny.optim import Settings
 from engine.tiny.shapes import config as released
 from engine.tiny.stack import Weighting
-from engine.tiny.talker import IGNORED, NONE, Talker, Utterance, Utterances, collate, corrupted, train
+from engine.tiny.talker import (
+    IGNORED,
+    NONE,
+    SCORED,
+    Scale,
+    Talker,
+    Utterance,
+    Utterances,
+    collate,
+    corrupted,
+    train,
+)
 from tests.hf import chat, clip
 from tests.naive import TALKER, Past, speak
 from tests.tiny.exported import Ticks, scatter, write
@@ -162,18 +173,56 @@ def test_every_parameter_is_learned_but_the_projection_of_states(config, talker)
     }
 
 
-def test_corruption_changes_whole_frames_and_single_codes_that_are_given_and_none_that_are_asked(config):
+def test_corruption_changes_frames_that_are_given_and_none_that_are_asked(config):
     batch = collate([utterance(prompt(config, 1), [7], frames(200, seed)) for seed in range(100)], config, "ethan")
     got = corrupted(batch, 0.8, 64, torch.Generator().manual_seed(0))
-    changed = (got.codes != batch.codes)[:, 15:]
     assert torch.equal(got.frames, batch.frames) and torch.equal(got.first, batch.first)
     assert torch.equal(got.codes[:, :15], batch.codes[:, :15])
-    assert got.codes[:, 15:].min() >= 0 and got.codes[:, 15:].max() < 64
-    # One code in 64 is drawn as it was.
-    whole = changed.sum(2) > 12
-    share = whole.float().mean(1)
-    assert share.min() < 0.1 and 0.7 < share.max() < 0.9 and 0.3 < share.mean() < 0.5
-    assert 0.03 < changed[~whole].float().mean() < 0.07
+    off = (got.codes - batch.codes)[:, 16:].abs().float()
+    assert got.codes[:, 16:].min() >= 0 and got.codes[:, 16:].max() < 64
+    # A misheard frame is far from the true one, any other by a code or so at most. A few are blurred by next to nothing.
+    share = (off.mean(2) > 2).float().mean(1)
+    assert share.min() < 0.1 and 0.6 < share.max() < 0.85 and 0.25 < share.mean() < 0.45
+    assert 0.1 < (off.amax(2) == 0).float().mean() < 0.4
+
+
+def test_a_group_is_learned_without_the_groups_before_it(config, talker):
+    batch = collate([utterance(prompt(config, 1), [7], frames(20, seed)) for seed in range(4)], config, "ethan")
+
+    def lost() -> set[float]:
+        with torch.no_grad():
+            return {talker.loss(batch, Weighting())["rest"].item() for _ in range(3)}
+
+    assert len(lost()) == 1
+    talker.train()
+    try:
+        assert len(lost()) == 3
+    finally:
+        talker.eval()
+
+
+def test_a_score_by_powers_is_a_normal_distribution_whose_likeliest_code_is_the_mean():
+    head = Scale(64, SCORED, 3, special=2)
+    with torch.no_grad():
+        # Rows of values, of their squares and of ones: -(value - 1)^2 / 2 for the row that is given.
+        head.powers.copy_(torch.eye(3))
+        head.special.copy_(torch.tensor([[200.0, 0.0, 0.0]]).expand(2, 3))
+    scores = head() @ torch.tensor([-0.5, 1.0, -0.5])
+    assert scores.shape == (66,) and (scores[64:] < scores[:64].min()).all()
+    values = torch.linspace(-3, 3, 64)
+    torch.testing.assert_close(scores[:64], -((values - 1) ** 2) / 2)
+    assert scores.argmax() == (values - 1).abs().argmin()
+
+
+def test_tables_of_codes_are_exported_whole(config, talker):
+    exported = talker.tensors()
+    own = exported["talker.model.codec_embedding.weight"]
+    assert torch.equal(own, talker.model.codec_embedding().detach())
+    # Third differences of cubes are all alike.
+    thirds = own[:64].double().diff(n=3, dim=0)
+    torch.testing.assert_close(thirds, thirds[:1].expand_as(thirds), rtol=0, atol=1e-5)
+    last = exported["talker.code_predictor.lm_head.14.weight"]
+    assert torch.equal(last, talker.code_predictor.lm_head()[14].detach())
 
 
 def test_utterances_are_drawn_by_the_step_alone_and_neighbours_in_length_together(config):
@@ -193,7 +242,8 @@ def test_utterances_are_drawn_by_the_step_alone_and_neighbours_in_length_togethe
 
 def spelt(word: int) -> NDArray[np.int64]:
     """Three frames of a word, told apart by every group."""
-    return (np.arange(GROUPS)[:, None] * 3 + word * 5 + np.arange(3)) % 64
+    turn = np.arange(GROUPS)[:, None] * 1.3 + word * 2.1 + np.arange(3) * 0.7
+    return np.rint(31.5 + 28 * np.sin(turn)).astype(np.int64)
 
 
 def said(config: OmniConfig, seed: int) -> Utterance:
@@ -210,8 +260,8 @@ def test_a_talker_learns_to_speak_its_texts_and_to_end_and_does_so_when_served(c
         Utterances(every, 60, seed=0),
         tmp_path / "training",
         voice="ethan",
-        settings=Settings(minutes=2.5, peak=8e-3, warmup=10, average=0.95, log_every=10, save_s=600),
-        minutes=2.5,
+        settings=Settings(minutes=4, peak=8e-3, warmup=10, average=0.95, log_every=10, save_s=600),
+        minutes=4,
         device=CPU,
         corrupt=0.0,
         dropout=0.0,
@@ -220,14 +270,15 @@ def test_a_talker_learns_to_speak_its_texts_and_to_end_and_does_so_when_served(c
     assert over
     curve = [json.loads(line) for line in (tmp_path / "training" / "curve.jsonl").read_text().splitlines()]
     assert curve[0]["first"] > 2 and curve[0]["letters"] > 2
-    assert curve[-1]["first"] < 0.3 and curve[-1]["rest"] < 0.2 and curve[-1]["letters"] < 0.5
+    assert curve[-1]["first"] < 2.6 and curve[-1]["rest"] < 2.6 and curve[-1]["letters"] < 0.5
     write(tmp_path / "model", tiny_checkpoint, model.tensors())
     served = load_model(tmp_path / "model")
     speech = Speech(voice="ethan", max_frames=20, sampling=Sampling())
     right = 0
     for one in every:
         made, reason = speak(served, one.prompt, torch.zeros(0, 64), [*one.text, config.ids.im_end], speech, Greedy())
-        right += (made, reason) == (one.codes.T.tolist(), "stop")
+        whole = reason == "stop" and len(made) == one.codes.shape[1]
+        right += whole and float(np.abs(np.array(made) - one.codes.T).mean()) < 4
     assert right >= 12
 
 
