@@ -31,6 +31,8 @@ CARD, CURVES, SPECTROGRAMS = "README.md", "curves.png", "spectrograms.png"
 MOST_PICTURE_BYTES = 150_000
 # Clips that are shown: the first of this part of the score.
 SHOWN_PART, SHOWN = "t2s_sentences", 5
+# Where so many per cent of the words are heard otherwise than they were meant, a listener can't follow.
+UNCLEAR = 50.0
 
 _MEL_BINS, _FRAMES_A_COLUMN, _LEVELS = 48, 2, 12
 # By stage: the file of its curve, the losses that are drawn, and what the axis says.
@@ -201,7 +203,7 @@ def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
         _training(out, log),
         _scores(found),
         _pictures(shown),
-        _LIMITS,
+        _limits(found),
         _LICENCE,
     ]
     return "\n".join(parts)
@@ -379,15 +381,20 @@ def _pictures(shown: Sequence[str]) -> str:
 """
 
 
-_LIMITS = f"""## Limits
+def _limits(found: Mapping[str, Any]) -> str:
+    heard = found["scores"].get(SHOWN_PART, {}).get(HEARD_WER, 0.0)
+    unclear = "- Its speech has the sounds and the pace of its voice, but its words can't be made out.\n"
+    said = unclear if heard > UNCLEAR else ""
+    return f"""## Limits
 
-- It knows nothing of the world beyond the kinds of questions above, and its arithmetic ends at twenty.
+{said}- It knows nothing of the world beyond the kinds of questions above, and its arithmetic ends at twenty.
 - English only, and trained on synthetic voices only: expect many errors with people, accents, music and street noise.
 - One voice, {MAIN_VOICE}'s, whatever speaker is named.
 - Sentences of 3 to 20 words, one turn back. Longer texts, longer clips and longer conversations were not trained.
 - No images and no video.
 - What it says is not checked by anything. It is for tests and demonstrations.
 """
+
 
 _LICENCE = f"""## Licence
 

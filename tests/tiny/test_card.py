@@ -66,6 +66,12 @@ def out(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_card_says_when_speech_is_unclear(out: Path):
+    path = out / "score" / "scores.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("12.25", "112.25"), encoding="utf-8")
+    assert "## Limits\n\n- Its speech has" in card.text(out / "model", out, RECIPE, SAID)
+
+
 def said(score: Path, texts: list[str]) -> None:
     """Rows and speech of a score: a second of noise each."""
     rows = [Row("t2s_sentences", text, text, True, True, 1.0, 1.0, f"{place}.wav") for place, text in enumerate(texts)]
@@ -90,6 +96,7 @@ def test_the_card_tells_what_the_files_say_and_leaves_open_what_they_do_not(out:
     assert "17.5 minutes in all" in text
     assert "| answer held-out questions | 200 | 1.5 | 96.5 | 100 | – |" in text
     assert "| say held-out sentences, greedy | 2 | 2 | 90 | 100 | 12.25 |" in text
+    assert "can't be made out" not in text
     assert "Not measured: `a2t_unseen_voice`, since there is no flite." in text
     assert "through the engine, float32 on a CPU," in text
     assert "1. One red cat sleeps.\n2. Two birds sing in the garden.\n" in text
