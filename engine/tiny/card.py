@@ -40,6 +40,7 @@ _CURVES = {
     "codec": ("log.jsonl", ("spectral",), "spectral distance"),
     "thinker": ("curve.jsonl", ("text", "letters"), "cross entropy"),
     "talker": ("curve.jsonl", ("first", "rest"), "cross entropy"),
+    "decoder": ("curve.jsonl", ("loss",), "spectral distance"),
 }
 _STAGES = {
     "texts": "texts and tokenizer",
@@ -50,6 +51,7 @@ _STAGES = {
     "mels": "its log-mel frames, clean and in rooms with noise",
     "thinker": "Thinker and audio encoder",
     "talker": "Talker and code predictor",
+    "decoder": "decoder, with the Talker's codes",
     "export": "model folder",
     "score": "scores",
 }

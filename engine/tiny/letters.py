@@ -1,4 +1,5 @@
-"""How words are spelled, for training: embeddings that show a token's letters, and a loss that asks for letters.
+"""How words are spelled and sound, for training: embeddings that show a token's letters, and a loss that asks for letters or
+sounds.
 
 With a table of embeddings drawn at random, a model learns the spelling and the sound of every token by itself, from as many
 examples as it meets. Here a token's row shows its letters one by one, so what is learned of one token holds for all that are
@@ -18,6 +19,9 @@ from engine.tiny.stack import EMBEDDING_DEVIATION, ctc
 # What is heard of a text; a space tells words apart.
 LETTERS = " abcdefghijklmnopqrstuvwxyz'"
 _INDEX = {letter: index for index, letter in enumerate(LETTERS)}
+# What the main voice writes down before it says a text: a sign a sound, stress, and pauses.
+SOUNDS = " ,.?!AIOTWYbdfhijklmnpstuvwzæðŋɐɑɔəɛɜɡɪɹʃʊʌʒʤʧˈˌθᵊᵻ"
+_SOUND_INDEX = {sign: index for index, sign in enumerate(SOUNDS)}
 # A token may show marks as well.
 _SHOWN = LETTERS + ".,?"
 # Letters of a token that its embedding shows, one part of the row each.
@@ -31,6 +35,11 @@ SLOTS = 3
 def letters(text: str) -> list[int]:
     """Indices into LETTERS of what is heard of `text`."""
     return [_INDEX[letter] for letter in text.lower() if letter in _INDEX]
+
+
+def sounds(phonemes: str) -> list[int]:
+    """Indices into SOUNDS of a text as the main voice writes it down (`voices.phonemes`); a sign of no sound is left out."""
+    return [_SOUND_INDEX[sign] for sign in phonemes if sign in _SOUND_INDEX]
 
 
 def spelled(tokens: Sequence[str], width: int, seed: int) -> Tensor:
@@ -55,11 +64,13 @@ def spelled(tokens: Sequence[str], width: int, seed: int) -> Tensor:
 
 
 class LettersHead(nn.Module):
-    """Asks rows for the letters that are said while they last, by CTC. Only training has it; nothing of it is exported."""
+    """Asks rows for the letters, or the sounds, that are said while they last, by CTC. Only training has it; nothing of it is
+    exported."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, alphabet: str = LETTERS) -> None:
         super().__init__()
-        self.out = nn.Linear(width, SLOTS * (len(LETTERS) + 1))
+        self._signs = len(alphabet) + 1
+        self.out = nn.Linear(width, SLOTS * self._signs)
 
     def forward(self, rows: Tensor, targets: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
         """The loss a letter, a scalar, of `rows` [B, R, width] for `targets` [B, S], of which `counts` and `lengths` [B] count.
@@ -69,6 +80,6 @@ class LettersHead(nn.Module):
         return ctc(self.scores(rows), targets, SLOTS * counts, lengths)
 
     def scores(self, rows: Tensor) -> Tensor:
-        """Scores [B, SLOTS * R, letters + blank] of `rows` [B, R, width]."""
+        """Scores [B, SLOTS * R, alphabet + blank] of `rows` [B, R, width]."""
         scores: Tensor = self.out(rows)
-        return scores.reshape(len(rows), -1, len(LETTERS) + 1)
+        return scores.reshape(len(rows), -1, self._signs)

@@ -59,10 +59,16 @@ _SIZES: dict[str, object] = {
             "moe_intermediate_size": 32,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 5,
             "shared_expert_intermediate_size": 32,
         },
-        "code_predictor_config": {"hidden_size": 128, "intermediate_size": 160, "vocab_size": CODES},
+        # The groups are foreseen one by one from the Talker's row, so what is hard is the Talker's work.
+        "code_predictor_config": {
+            "hidden_size": 128,
+            "intermediate_size": 160,
+            "num_hidden_layers": 1,
+            "vocab_size": CODES,
+        },
     },
     "code2wav_config": {"codebook_size": CODES, "decoder_dim": 160, "hidden_size": 64, "intermediate_size": 128},
 }

@@ -68,6 +68,13 @@ def _mapped(path: Path) -> NDArray[Any]:
     return mapped
 
 
+def pool(workers: int) -> ProcessPoolExecutor:
+    """Processes that end with this one, however it ends."""
+    # Spawned, since the caller may hold a CUDA context or threads, which a fork would break.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, context, initializer=die_with_parent, initargs=(os.getpid(),))
+
+
 def make(
     folder: Path,
     job: Callable[..., None],
@@ -82,14 +89,12 @@ def make(
     folder.mkdir(parents=True, exist_ok=True)
     waiting = {name: arguments for name, arguments in shards.items() if not list_of(folder, name).exists()}
     tell(f"{folder.name}: {len(shards)} shards, {len(waiting)} of them to make")
-    # Spawned, since the caller may hold a CUDA context or threads, which a fork would break.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
-        jobs = [pool.submit(job, folder, name, *arguments) for name, arguments in waiting.items()]
+    with pool(workers) as processes:
+        jobs = [processes.submit(job, folder, name, *arguments) for name, arguments in waiting.items()]
         try:
             for done, finished in enumerate(as_completed(jobs), 1):
                 finished.result()
                 tell(f"{folder.name}: {done} of {len(jobs)} made")
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            processes.shutdown(cancel_futures=True)
             raise

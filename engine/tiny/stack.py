@@ -42,7 +42,7 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """How much the letters and the imbalance of the experts count beside the loss of what is said."""
+    """How much letters or sounds and the imbalance of the experts count beside the loss of what is said."""
 
     letters: float = 0.0
     balance: float = 0.01

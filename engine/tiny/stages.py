@@ -8,6 +8,7 @@
     mels     log-mel frames of `heard`, clean and in rooms with noise
     thinker  Thinker and audio encoder
     talker   Talker and code predictor, over the same text embeddings
+    decoder  the codec's decoder, trained on with the codes that the Talker foresees
     export   the model folder, in export/omni-tiny
     score    what the engine makes of that folder
     card     the model card, in that folder
@@ -42,15 +43,28 @@ from engine.model.chat import ChatTemplate, load_tokenizer
 from engine.model.config import Code2WavConfig, OmniConfig, TalkerConfig
 from engine.model.positions import audio_tokens
 from engine.model.tiny import tokenizer_config, write_texts
-from engine.tiny import card, codec_train, mels, optim, score, shards, speech, tasks, tokenizer, voices, workdir
+from engine.tiny import (
+    card,
+    codec_train,
+    decoder_train,
+    mels,
+    optim,
+    score,
+    shards,
+    speech,
+    tasks,
+    tokenizer,
+    voices,
+    workdir,
+)
 from engine.tiny.batches import Conversation, Mixture
-from engine.tiny.codec import Axes, Codec
+from engine.tiny.codec import Axes, Codec, Decoder
 from engine.tiny.export import write_trained
-from engine.tiny.letters import letters, spelled
+from engine.tiny.letters import letters, sounds, spelled
 from engine.tiny.optim import Module
 from engine.tiny.score import TRAINED_REFERENCES, VOICE, Sizes
 from engine.tiny.shapes import config
-from engine.tiny.talker import Talker, Utterance, Utterances
+from engine.tiny.talker import Talker, Utterance, Utterances, foreseen
 from engine.tiny.talker import train as train_talker
 from engine.tiny.tasks import Example, Line
 from engine.tiny.text import corpus, references, sentences, words
@@ -71,6 +85,9 @@ JUDGED_EVERY = 50
 # Clips that the axes of the codes are fitted to: one in so many.
 FITTED_EVERY = 10
 AXES = "axes.safetensors"
+PHONEMES, PHONEMES_AT_ONCE = "phonemes.jsonl", 256
+# Answers, at the most twice as many, that the decoder is trained on with, and those that are foreseen in one batch.
+FORESEEN, FORESEEN_AT_ONCE = 6_000, 100
 # Without LibriSpeech's texts so many sentences of the grammar stand in for them.
 STAND_INS = 2000
 
@@ -94,6 +111,7 @@ class Plan:
     codec_minutes: float
     thinker_minutes: float
     talker_minutes: float
+    decoder_minutes: float
     thinker_cost: int
     talker_frames: int
     codec: codec_train.Settings
@@ -105,7 +123,7 @@ class Plan:
 
     @classmethod
     def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
-        """For one H200 with 16 cores, under an hour in all: forty minutes of training, then data, starts and the score."""
+        """For one H200 with 16 cores, under an hour in all: forty-five minutes of training, then data, starts and the score."""
         return cls(
             name="h200",
             heard_hours=40.0,
@@ -114,7 +132,8 @@ class Plan:
             read=100_000,
             codec_minutes=6.0,
             thinker_minutes=17.0,
-            talker_minutes=17.0,
+            talker_minutes=22.0,
+            decoder_minutes=3.0,
             thinker_cost=48_000,
             talker_frames=8_000,
             codec=codec_train.Settings(seed=seed),
@@ -137,6 +156,7 @@ class Plan:
             codec_minutes=0.04,
             thinker_minutes=0.04,
             talker_minutes=0.04,
+            decoder_minutes=0.02,
             thinker_cost=800,
             talker_frames=100,
             codec=codec_train.Settings(batch=1, frames=8, width=16, seed=seed),
@@ -265,6 +285,9 @@ def make_spoken(out: Path, plan: Plan, sitting: Sitting) -> None:
     # One seed for all: the same words then sound the same, and there is less to learn.
     said = [voices.Line(one.answer, MAIN_VOICE, plan.seed) for one in _to_speak(out)]
     speech.record(said, out / SPOKEN, plan.workers, sitting.tell)
+    with shards.pool(plan.workers) as processes:
+        written = processes.map(voices.phonemes, [line.text for line in said], chunksize=PHONEMES_AT_ONCE)
+        shards.write_list(out / SPOKEN / PHONEMES, list(written))
 
 
 def make_heard(out: Path, plan: Plan, sitting: Sitting) -> None:
@@ -434,12 +457,52 @@ def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
 def spoken_utterances(out: Path, language: Language) -> Iterator[Utterance]:
     """Every example that is spoken, with its codes [G, F] int64; clips in prompts are as long as their text would take."""
     coded = shards.read_list(out / "codes" / shards.MANIFEST, Coded)
-    for example, one in zip(_to_speak(out), coded, strict=True):
+    known = shards.read_list(out / SPOKEN / PHONEMES, str)
+    for example, one, written in zip(_to_speak(out), coded, known, strict=True):
         seconds = [len(text) * speech.SECONDS_PER_CHARACTER for text in example.clips]
         encoded = language.encode(example, [audio_tokens(round(s * mels.FRAMES_PER_SECOND)) for s in seconds])
         codes = shards.read(out / "codes", one.shard, one.start, one.frames).T.astype(np.int64)
         prompt, answer = encoded.ids[: encoded.prompt], encoded.ids[encoded.prompt : -1]
-        yield Utterance(prompt, answer, codes, letters(example.answer))
+        yield Utterance(prompt, answer, codes, sounds(written))
+
+
+def train_the_decoder(out: Path, plan: Plan, sitting: Sitting) -> None:
+    """Train the decoder on with what the Talker makes of some of the answers."""
+    device = torch.device(plan.device)
+    language = Language.load(out)
+    talker = _averaged(Talker(language.config, language.text_embedding(plan.seed)), out, "talker").to(device).eval()
+    pairs = list(zip(spoken_utterances(out, language), speech.manifest(out / SPOKEN), strict=True))
+    # Of like length side by side, so that little is padded.
+    chosen = sorted(pairs[:: max(1, len(pairs) // FORESEEN)], key=lambda pair: pair[0].codes.shape[1])
+    spoken: list[decoder_train.Spoken] = []
+    for begin in range(0, len(chosen), FORESEEN_AT_ONCE):
+        part = chosen[begin : begin + FORESEEN_AT_ONCE]
+        made = foreseen(talker, [utterance for utterance, _ in part], VOICE)
+        for codes, (utterance, clip) in zip(made, part, strict=True):
+            wave = np.asarray(shards.read(out / SPOKEN, clip.shard, clip.start, clip.samples), dtype=np.int16)
+            spoken.append(decoder_train.Spoken(codes, np.asarray(utterance.codes), wave))
+    decoder = _decoder(out, plan)
+    sitting.tell(f"decoder: {len(spoken)} utterances foreseen")
+    _, over = decoder_train.train(
+        decoder,
+        decoder_train.Segments(spoken, decoder.frame, device),
+        out / "decoder",
+        settings=optim.Settings(minutes=plan.decoder_minutes, peak=5e-4, warmup=100, weight_decay=0.01, seed=plan.seed),
+        minutes=sitting.minutes,
+        device=device,
+        batch=plan.codec.batch,
+    )
+    if not over:
+        raise OutOfTime
+
+
+def _decoder(out: Path, plan: Plan) -> Decoder:
+    """The codec's decoder with the axes' codes, all of it to be trained but these."""
+    decoder = _codec(out, plan).decoder
+    axes = _axes(_trained(out, "codes", AXES) / AXES, decoder.config.codebook)
+    decoder.code_embedding.weight.copy_(axes.table())
+    decoder.requires_grad_(True).code_embedding.requires_grad_(False)
+    return decoder
 
 
 def _averaged(module: Module, out: Path, name: str) -> Module:
@@ -454,8 +517,7 @@ def export(out: Path, plan: Plan, sitting: Sitting) -> None:
     table = language.text_embedding(plan.seed)
     thinker = _averaged(Thinker(language.config, table), out, "thinker")
     talker = _averaged(Talker(language.config, table), out, "talker")
-    decoder = _codec(out, plan).decoder
-    decoder.code_embedding.weight.copy_(_axes(_trained(out, "codes", AXES) / AXES, decoder.config.codebook).table())
+    decoder = _averaged(_decoder(out, plan), out, "decoder")
     tensors = {**thinker.tensors(), **talker.tensors(), **decoder.tensors()}
     content = json.loads((out / "texts" / "tokenizer.json").read_text(encoding="utf-8"))
     size = write_trained(out / "export" / MODEL, one_voice(tensors, part), content)
@@ -515,7 +577,8 @@ STAGES = {
     "mels": Stage(make_mels, (HEARD,)),
     "thinker": Stage(train_the_thinker, ("texts", "mels"), on_device=True),
     "talker": Stage(train_the_talker, ("texts", "codes"), on_device=True),
-    "export": Stage(export, ("texts", "codec", "thinker", "talker")),
+    "decoder": Stage(train_the_decoder, ("texts", SPOKEN, "codec", "codes", "talker"), on_device=True),
+    "export": Stage(export, ("texts", "codec", "codes", "thinker", "talker", "decoder")),
     "score": Stage(rate, ("export",)),
     "card": Stage(describe, ("texts", "codec", "thinker", "talker", "export", "score")),
 }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from engine.model.config import OmniConfig, PredictorConfig, TalkerConfig
 from engine.model.talker import HEADER, OPENING, speaker_id, spoken_positions
 from engine.tiny.batches import Alike, growing
-from engine.tiny.letters import LettersHead
+from engine.tiny.letters import SOUNDS, LettersHead
 from engine.tiny.optim import Moment, Settings, Training
 from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, initialise, rope_tables, tensors
 
@@ -37,13 +37,13 @@ HOST = ("counts", "said")
 @dataclass(frozen=True, slots=True, eq=False)
 class Utterance:
     """A prompt, ids that end with an open assistant turn; the `text` that answers it, ids without the end of the turn; the
-    `codes` [G, F] of the frames that speak it; and its `letters` (`letters.letters`).
+    `codes` [G, F] of the frames that speak it; and its `sounds` (`letters.sounds`).
     """
 
     prompt: Sequence[int]
     text: Sequence[int]
     codes: NDArray[np.int64]
-    letters: Sequence[int]
+    sounds: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class SpeechBatch:
     A row's input is a text row and the sum of its codes: `text` [B, L] are ids of the Thinker, `media` [B, L] says where the
     row of a medium stands instead, `codes` [B, L, G] holds a frame, a special id in group 0, or NONE. `first` [B, L] is the
     code of group 0 to predict from a row, or IGNORED. The flat rows `spoken` [n] predict whole frames, `frames` [n, G];
-    `speech` [B, F] are the same rows, an utterance a line, padded with 0. `answers` [B, S] are letters, padded with 0.
+    `speech` [B, F] are the same rows, an utterance a line, padded with 0. `answers` [B, S] are sounds, padded with 0.
     Integers are int64. `counts` and `said` [B], the lengths of speech and of answers, stay on the host.
     """
 
@@ -106,9 +106,9 @@ def collate(utterances: Sequence[Utterance], config: OmniConfig, voice: str) -> 
         frames=torch.from_numpy(np.concatenate([one.codes.T for one in utterances]).astype(np.int64)),
         lengths=torch.tensor([len(ids) for ids, _, _ in rows]),
         speech=_padded(np.split(asked, np.cumsum(counts)[:-1])),
-        answers=_padded([np.array(one.letters, dtype=np.int64) for one in utterances]),
+        answers=_padded([np.array(one.sounds, dtype=np.int64) for one in utterances]),
         counts=torch.tensor(counts),
-        said=torch.tensor([len(one.letters) for one in utterances]),
+        said=torch.tensor([len(one.sounds) for one in utterances]),
     )
 
 
@@ -250,7 +250,7 @@ class Talker(nn.Module):
         self.codec_head = _own_scale(config.talker, SCORED)
         self.text_projection, self.hidden_projection = _Projection(config.talker), _Projection(config.talker)
         self.code_predictor = CodePredictor(config.talker.predictor)
-        self.letters_head = LettersHead(config.talker.stack.hidden)
+        self.letters_head = LettersHead(config.talker.stack.hidden, SOUNDS)
         self.register_buffer("text_embedding", text_embedding.detach().clone().float(), persistent=False)
         initialise(self, config.talker.stack.layers, seed)
         # One row for every medium: the bias alone is learned.
@@ -289,9 +289,9 @@ class Talker(nn.Module):
         return first, self.code_predictor(rows, F.embedding(frames[:, 0], self.model.codec_embedding()), frames)
 
     def loss(self, batch: SpeechBatch, weighting: Weighting) -> dict[str, Tensor]:
-        """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `letters`.
+        """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `sounds`.
 
-        The letters that each row is about to speak are asked for as well. It makes the Talker keep its place in the text, which
+        The sounds that each row is about to speak are asked for as well. It makes the Talker keep its place in the text, which
         arrives faster than it is spoken, and learn how it sounds.
         """
         y, uneven = self.model(self.embed(batch), batch.valid)
@@ -314,7 +314,7 @@ class Talker(nn.Module):
             "first_right": ((scores.argmax(-1) == wanted) & counted).sum() / counted.sum(),
             "rest_right": (rest_scores.argmax(-1) == batch.frames[:, 1:]).float().mean(),
             "balance": uneven,
-            "letters": place,
+            "sounds": place,
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -358,6 +358,36 @@ def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Gene
     return replace(batch, codes=torch.where(held, drawn.round().clamp(0, codes - 1).long(), given))
 
 
+@torch.inference_mode()
+def foreseen(model: Talker, utterances: Sequence[Utterance], voice: str) -> list[NDArray[np.int64]]:
+    """The codes [G, F] that `model` foresees greedily of each utterance, told the frames before.
+
+    Those are the true frames at first and then, in a second round, what the first one foresaw: as smooth as what the Talker
+    hears when it is served, and in time with the true ones.
+    """
+    device = model.text_embedding.device
+    for _ in range(2):
+        batch = collate(utterances, model.config, voice).to(device)
+        y = model.model(model.embed(batch), batch.valid)[0].flatten(0, 1).index_select(0, batch.spoken)
+        frames = _greedy(model, y)
+        ends = np.cumsum([one.codes.shape[1] for one in utterances])[:-1]
+        split = np.split(frames.t().cpu().numpy(), ends, axis=1)
+        utterances = [replace(one, codes=codes) for one, codes in zip(utterances, split, strict=True)]
+    return [one.codes for one in utterances]
+
+
+def _greedy(model: Talker, y: Tensor) -> Tensor:
+    """Frames [n, G], group after group, from the Talker's rows `y` [n, H]."""
+    codes, groups = model.part.predictor.vocab, model.part.groups
+    table = model.model.codec_embedding()
+    frames = y.new_zeros(len(y), groups, dtype=torch.int64)
+    frames[:, 0] = (y @ model.codec_head()[:codes].t()).argmax(-1)
+    first = F.embedding(frames[:, 0], table)
+    for group in range(1, groups):
+        frames[:, group] = model.code_predictor(y, first, frames)[:, group - 1].argmax(-1)
+    return frames
+
+
 class Utterances:
     """Draws utterances of like length for a step; what a step draws depends on the seed and the step alone."""
 
@@ -382,8 +412,8 @@ def train(
     minutes: float,
     device: torch.device,
     weighting: Weighting = Weighting(letters=0.5),  # noqa: B008 - a frozen value
-    corrupt: float = 0.9,
-    dropout: float = 0.1,
+    corrupt: float = 0.7,
+    dropout: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Talker, bool]:
     """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.

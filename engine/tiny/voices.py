@@ -101,6 +101,11 @@ def speak(lines: Sequence[Line]) -> list[Floats]:
     return [spoken[place] for place in range(len(lines))]
 
 
+def phonemes(text: str) -> str:
+    """`text` as the main voice writes it down, a sign a sound, before it says it."""
+    return " ".join(_hibari_voice().phonemize(text))
+
+
 # Each of the three below speaks lines at the pace that, once the pitch is changed by resampling, is the speed asked for.
 def _hibari(lines: Sequence[Line]) -> Iterator[tuple[Floats, int]]:
     for line in lines:

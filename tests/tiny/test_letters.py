@@ -6,12 +6,32 @@ import pytest
 import torch
 from torch import nn
 
-from engine.tiny.letters import LETTERS, SLOTS, LettersHead, letters, spelled
+from engine.tiny import voices
+from engine.tiny.letters import LETTERS, SLOTS, SOUNDS, LettersHead, letters, sounds, spelled
+from engine.tiny.text import sentences
+from engine.tiny.voices import MAIN_VOICE
 
 
 def test_letters_are_what_is_heard_of_a_text():
     assert [LETTERS[index] for index in letters("It's 9, Zoë!")] == list("it's  zo")
     assert letters("...") == []
+
+
+def test_sounds_are_the_signs_that_a_voice_writes_and_others_are_left_out():
+    assert [SOUNDS[index] for index in sounds("wˈʌn, θɹˈi – §")] == list("wˈʌn, θɹˈi  ")
+    assert len(set(SOUNDS)) == len(SOUNDS)
+
+
+def test_the_main_voice_writes_nothing_that_is_no_sound():
+    if (reason := voices.missing(MAIN_VOICE)) is not None:
+        pytest.skip(reason)
+    written = "".join(map(voices.phonemes, sentences(0, 300)))
+    assert set(written) <= set(SOUNDS)
+    assert voices.phonemes("Four minus three is one.") == "fˈɔɹ mˈInəs θɹˈi ɪz wˈʌn."
+
+
+def test_a_head_of_another_alphabet_has_its_scores():
+    assert LettersHead(8, SOUNDS).scores(torch.zeros(1, 2, 8)).shape == (1, 2 * SLOTS, len(SOUNDS) + 1)
 
 
 def test_a_token_shows_its_letters_in_any_case_and_the_rest_of_its_row_is_its_own():

@@ -17,8 +17,8 @@ def test_the_parameters_of_each_component_are_these():
     assert parameters() == {
         "text": 2_393_984,
         "audio": 1_281_152,
-        "talker": 807_296,
-        "predictor": 467_712,
+        "talker": 918_848,
+        "predictor": 356_800,
         "code2wav": 755_909,
         "vision": 44_000,
     }

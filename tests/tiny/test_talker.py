@@ -27,6 +27,7 @@ from engine.tiny.talker import (
     Utterances,
     collate,
     corrupted,
+    foreseen,
     train,
 )
 from tests.hf import chat, clip
@@ -59,7 +60,7 @@ def served(talker: Talker, tiny_checkpoint: Path, tmp_path_factory: pytest.TempP
 
 
 def utterance(prompt: list[int], text: list[int], codes: NDArray[np.int64]) -> Utterance:
-    """Each id of the text is said as a letter."""
+    """Each id of the text is said as a sound."""
     return Utterance(prompt, text, codes, [token % 28 for token in text])
 
 
@@ -225,6 +226,26 @@ def test_tables_of_codes_are_exported_whole(config, talker):
     assert torch.equal(last, talker.code_predictor.lm_head()[14].detach())
 
 
+def test_what_is_foreseen_is_greedy_group_by_group_and_told_of_what_was_foreseen_before(config, talker):
+    one = utterance(prompt(config, 301, 302), [310, 311], frames(5))
+    # Beside a longer one, so that there is padding.
+    made, _ = foreseen(talker, [one, utterance(prompt(config, 5), [310], frames(9, 1))], "ethan")
+    assert made.shape == one.codes.shape
+    told = one
+    for _ in range(2):
+        batch = collate([told], config, "ethan")
+        with torch.inference_mode():
+            y = talker.model(talker.embed(batch), batch.valid)[0].flatten(0, 1)[batch.spoken]
+            scores = y @ talker.codec_head()[:64].t()
+            want = [scores.argmax(-1)]
+            while len(want) < GROUPS:
+                known = torch.stack([*want, *[want[0] * 0] * (GROUPS - len(want))], dim=1)
+                first = talker.model.codec_embedding()[want[0]]
+                want.append(talker.code_predictor(y, first, known)[:, len(want) - 1].argmax(-1))
+        told = utterance(one.prompt, one.text, torch.stack(want).numpy())
+    assert np.array_equal(made, told.codes)
+
+
 def test_utterances_are_drawn_by_the_step_alone_and_neighbours_in_length_together(config):
     every = [utterance(prompt(config, 1), [7], frames(count)) for count in range(2, 200)]
     draw = Utterances(every, 300, seed=4).draw
@@ -269,8 +290,8 @@ def test_a_talker_learns_to_speak_its_texts_and_to_end_and_does_so_when_served(c
     )
     assert over
     curve = [json.loads(line) for line in (tmp_path / "training" / "curve.jsonl").read_text().splitlines()]
-    assert curve[0]["first"] > 2 and curve[0]["letters"] > 2
-    assert curve[-1]["first"] < 2.6 and curve[-1]["rest"] < 2.6 and curve[-1]["letters"] < 0.5
+    assert curve[0]["first"] > 2 and curve[0]["sounds"] > 2
+    assert curve[-1]["first"] < 2.6 and curve[-1]["rest"] < 2.6 and curve[-1]["sounds"] < 0.5
     write(tmp_path / "model", tiny_checkpoint, model.tensors())
     served = load_model(tmp_path / "model")
     speech = Speech(voice="ethan", max_frames=20, sampling=Sampling())
