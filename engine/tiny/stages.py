@@ -21,6 +21,7 @@ is refused. Processes may share the folder as long as each works on a stage of i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -85,6 +86,8 @@ JUDGED_EVERY = 50
 # Clips that the axes of the codes are fitted to: one in so many.
 FITTED_EVERY = 10
 AXES = "axes.safetensors"
+# Processes that encode, at the most.
+ENCODERS = 6
 PHONEMES, PHONEMES_AT_ONCE = "phonemes.jsonl", 256
 # Answers, at the most twice as many, that the decoder is trained on with, and those that are foreseen in one batch.
 FORESEEN, FORESEEN_AT_ONCE = 6_000, 100
@@ -355,24 +358,33 @@ def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Encode what the main voice says, a shard of speech at a time, on axes that some of it decides."""
     folder, source = out / "codes", out / SPOKEN
     folder.mkdir(parents=True, exist_ok=True)
-    codec = _codec(out, plan).to(plan.device)
-    axes = _fitted(codec, source, folder / AXES, plan.device)
-    coded: list[Coded] = []
-    for shard, clips in itertools.groupby(speech.manifest(source), key=lambda clip: clip.shard):
-        name = Path(shard).stem
-        if not shards.list_of(folder, name).exists():
-            waves = [torch.from_numpy(speech.read(source, clip)).to(plan.device) for clip in clips]
-            parts = [axes.encode(codec.latents(wave)).cpu().numpy().astype(np.uint8) for wave in waves]
-            starts = shards.save(folder, name, parts)
-            made = [Coded(f"{name}.npy", *at) for at in zip(starts, map(len, parts), strict=True)]
-            shards.write_list(shards.list_of(folder, name), made)
-            sitting.tell(f"codes: {name} made")
-        coded += shards.read_list(shards.list_of(folder, name), Coded)
+    _fitted(_codec(out, plan).to(plan.device), source, folder / AXES, plan.device)
+    grouped = itertools.groupby(speech.manifest(source), key=lambda clip: clip.shard)
+    clips = {Path(shard).stem: list(found) for shard, found in grouped}
+    # A clip is soon encoded: on a GPU it is the launches that take time, and processes share them out.
+    workers = min(plan.workers, ENCODERS)
+    shards.make(folder, _encode, {name: (out, plan, found) for name, found in clips.items()}, workers, sitting.tell)
+    coded = [one for name in clips for one in shards.read_list(shards.list_of(folder, name), Coded)]
     shards.write_list(folder / shards.MANIFEST, coded)
 
 
-def _fitted(codec: Codec, source: Path, path: Path, device: str) -> Axes:
-    """The axes in the file at `path`, on `device`, which are fitted to some of the clips in `source` if there are none."""
+def _encode(folder: Path, name: str, out: Path, plan: Plan, clips: Sequence[speech.Clip]) -> None:
+    codec, axes = _encoder(out, plan)
+    waves = [torch.from_numpy(speech.read(out / SPOKEN, clip)).to(plan.device) for clip in clips]
+    parts = [axes.encode(codec.latents(wave)).cpu().numpy().astype(np.uint8) for wave in waves]
+    starts = shards.save(folder, name, parts)
+    made = [Coded(f"{name}.npy", *at) for at in zip(starts, map(len, parts), strict=True)]
+    shards.write_list(shards.list_of(folder, name), made)
+
+
+@functools.cache
+def _encoder(out: Path, plan: Plan) -> tuple[Codec, Axes]:
+    codec = _codec(out, plan).to(plan.device)
+    return codec, _axes(out / "codes" / AXES, codec.decoder.config.codebook, plan.device)
+
+
+def _fitted(codec: Codec, source: Path, path: Path, device: str) -> None:
+    """Fit axes to some of the clips in `source` and write them to `path`, unless they are there."""
     if not path.exists():
         chosen = itertools.islice(speech.manifest(source), 0, None, FITTED_EVERY)
         latents = [codec.latents(torch.from_numpy(speech.read(source, clip)).to(device)) for clip in chosen]
@@ -382,7 +394,6 @@ def _fitted(codec: Codec, source: Path, path: Path, device: str) -> Axes:
         partial = path.with_suffix(".partial")
         save_file(held, partial)
         partial.replace(path)
-    return _axes(path, codec.decoder.config.codebook, device)
 
 
 def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
