@@ -19,6 +19,7 @@ from gate.order import session_order
 from gate.run import carry_out, load_run, plan_only, resume, write_report
 from gate.rundir import RunDirError
 from gate.session import Refused
+from gate.verdict import REGRESSION
 from gate.wish import Wish, check, chosen_cells, decode, encode, load_workloads
 from gate.workload import WorkloadError
 from tests.gate.trees import make_librispeech, make_repository, make_tree, make_workloads, run_git
@@ -131,7 +132,10 @@ def test_a_moved_token_is_exit_1_unless_it_was_expected(tmp_path: Path) -> None:
     folder = carry_out(make_wish(tmp_path, {}, flip, cells=("T2T@1",)), Notes())
     assert write_report(folder).code == 1
     assert "moved" in folder.report.read_text()
-    assert write_report(folder, expect_token_changes=True).code in (0, 2)
+    expected = write_report(folder, expect_token_changes=True)
+    # What is left is the speed of two equal arms, which a busy machine may tell apart.
+    slower = any(cell.verdict == REGRESSION for cell in expected.comparisons.cells)
+    assert expected.code in ((1,) if slower else (0, 2))
 
 
 def test_a_head_that_fails_requests_is_broken_and_a_base_that_does_is_not_blamed_on_head(tmp_path: Path) -> None:
