@@ -126,7 +126,7 @@ class Plan:
 
     @classmethod
     def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
-        """For one H200 with 16 cores, under an hour in all: forty-five minutes of training, then data, starts and the score."""
+        """For one H200 with 16 cores, under an hour in all: forty-six minutes of training, then data, starts and the score."""
         return cls(
             name="h200",
             heard_hours=40.0,
@@ -135,7 +135,7 @@ class Plan:
             read=100_000,
             codec_minutes=6.0,
             thinker_minutes=17.0,
-            talker_minutes=22.0,
+            talker_minutes=20.0,
             decoder_minutes=3.0,
             thinker_cost=48_000,
             talker_frames=8_000,

@@ -388,6 +388,6 @@ def test_a_fifth_of_what_is_spoken_answers_questions_and_some_prompts_are_clips(
     assert sum(bool(example.clips) for example in made) == pytest.approx(350, abs=60)
 
 
-def test_an_h200_trains_for_forty_five_minutes():
+def test_an_h200_trains_for_less_than_fifty_minutes():
     plan = Plan.h200()
     assert 43 <= plan.codec_minutes + plan.thinker_minutes + plan.talker_minutes + plan.decoder_minutes <= 50
