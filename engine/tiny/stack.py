@@ -49,7 +49,7 @@ class Weighting:
 
 
 class RmsNorm(nn.Module):
-    """RMS norm in float32, whatever the input's dtype."""
+    """RMS norm."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` [..., width]; returns [..., width] float32."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        """Normalise `x` [..., width]; returns [..., width]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rope_tables(length: int, theta: float, head_dim: int, device: torch.device) -> Rope:
@@ -265,7 +265,7 @@ def ctc(scores: Tensor, targets: Tensor, rows: Tensor, lengths: Tensor) -> Tenso
     `rows` and `lengths` [C] say how much of either counts; on the host, or the loss waits for the device to read them. What
     has too few rows for its targets counts nothing.
     """
-    likely = scores.float().log_softmax(-1).transpose(0, 1)
+    likely = scores.log_softmax(-1).transpose(0, 1)
     return F.ctc_loss(likely, targets, rows, lengths, blank=scores.shape[2] - 1, zero_infinity=True)
 
 

@@ -358,7 +358,8 @@ def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Encode what the main voice says, a shard of speech at a time, on axes that some of it decides."""
     folder, source = out / "codes", out / SPOKEN
     folder.mkdir(parents=True, exist_ok=True)
-    _fitted(_codec(out, plan).to(plan.device), source, folder / AXES, plan.device)
+    if not (folder / AXES).exists():
+        _fit_axes(out, plan, folder / AXES)
     grouped = itertools.groupby(speech.manifest(source), key=lambda clip: clip.shard)
     clips = {Path(shard).stem: list(found) for shard, found in grouped}
     # A clip is soon encoded: on a GPU it is the launches that take time, and processes share them out.
@@ -383,17 +384,17 @@ def _encoder(out: Path, plan: Plan) -> tuple[Codec, Axes]:
     return codec, _axes(out / "codes" / AXES, codec.decoder.config.codebook, plan.device)
 
 
-def _fitted(codec: Codec, source: Path, path: Path, device: str) -> None:
-    """Fit axes to some of the clips in `source` and write them to `path`, unless they are there."""
-    if not path.exists():
-        chosen = itertools.islice(speech.manifest(source), 0, None, FITTED_EVERY)
-        latents = [codec.latents(torch.from_numpy(speech.read(source, clip)).to(device)) for clip in chosen]
-        config = codec.decoder.config
-        axes = Axes.fit(torch.cat(latents).cpu(), config.quantizers, config.codebook)
-        held = {"mean": axes.mean, "directions": axes.directions.contiguous(), "step": axes.step}
-        partial = path.with_suffix(".partial")
-        save_file(held, partial)
-        partial.replace(path)
+def _fit_axes(out: Path, plan: Plan, path: Path) -> None:
+    """Fit axes to some of what is spoken and write them to `path`."""
+    codec, source = _codec(out, plan).to(plan.device), out / SPOKEN
+    chosen = speech.manifest(source)[::FITTED_EVERY]
+    latents = [codec.latents(torch.from_numpy(speech.read(source, clip)).to(plan.device)) for clip in chosen]
+    config = codec.decoder.config
+    axes = Axes.fit(torch.cat(latents).cpu(), config.quantizers, config.codebook)
+    held = {"mean": axes.mean, "directions": axes.directions.contiguous(), "step": axes.step}
+    partial = path.with_suffix(".partial")
+    save_file(held, partial)
+    partial.replace(path)
 
 
 def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
@@ -465,11 +466,15 @@ def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
         raise OutOfTime
 
 
-def spoken_utterances(out: Path, language: Language) -> Iterator[Utterance]:
-    """Every example that is spoken, with its codes [G, F] int64; clips in prompts are as long as their text would take."""
+def spoken_utterances(out: Path, language: Language, every: int = 1) -> Iterator[Utterance]:
+    """One example in `every` of those that are spoken, with its codes [G, F] int64.
+
+    Clips in prompts are as long as their text would take.
+    """
     coded = shards.read_list(out / "codes" / shards.MANIFEST, Coded)
     known = shards.read_list(out / SPOKEN / PHONEMES, str)
-    for example, one, written in zip(_to_speak(out), coded, known, strict=True):
+    whole = zip(_to_speak(out), coded, known, strict=True)
+    for example, one, written in itertools.islice(whole, 0, None, every):
         seconds = [len(text) * speech.SECONDS_PER_CHARACTER for text in example.clips]
         encoded = language.encode(example, [audio_tokens(round(s * mels.FRAMES_PER_SECOND)) for s in seconds])
         codes = shards.read(out / "codes", one.shard, one.start, one.frames).T.astype(np.int64)
@@ -482,9 +487,11 @@ def train_the_decoder(out: Path, plan: Plan, sitting: Sitting) -> None:
     device = torch.device(plan.device)
     language = Language.load(out)
     talker = _averaged(Talker(language.config, language.text_embedding(plan.seed)), out, "talker").to(device).eval()
-    pairs = list(zip(spoken_utterances(out, language), speech.manifest(out / SPOKEN), strict=True))
+    clips = speech.manifest(out / SPOKEN)
+    every = max(1, len(clips) // FORESEEN)
+    pairs = zip(spoken_utterances(out, language, every), clips[::every], strict=True)
     # Of like length side by side, so that little is padded.
-    chosen = sorted(pairs[:: max(1, len(pairs) // FORESEEN)], key=lambda pair: pair[0].codes.shape[1])
+    chosen = sorted(pairs, key=lambda pair: pair[0].codes.shape[1])
     spoken: list[decoder_train.Spoken] = []
     for begin in range(0, len(chosen), FORESEEN_AT_ONCE):
         part = chosen[begin : begin + FORESEEN_AT_ONCE]

@@ -232,7 +232,7 @@ class CodePredictor(nn.Module):
         rope = rope_tables(x.shape[1], self.config.rope_theta, self.config.head_dim, x.device)
         for layer in self.model.layers:
             x = layer(x, rope)
-        return torch.einsum("ngh,gvh->ngv", self.model.norm(x)[:, 1:], self.lm_head()).float()
+        return torch.einsum("ngh,gvh->ngv", self.model.norm(x)[:, 1:], self.lm_head())
 
 
 class Talker(nn.Module):
@@ -265,7 +265,7 @@ class Talker(nn.Module):
     def embed(self, batch: SpeechBatch) -> Tensor:
         """Input rows [B, L, H] of `batch`: text or medium, plus the codes' embeddings."""
         text = self.text_projection(F.embedding(batch.text, self.text_embedding))
-        medium = self.hidden_projection.linear_fc2.bias.to(text.dtype)
+        medium = self.hidden_projection.linear_fc2.bias
         return torch.where(batch.media[..., None], medium, text) + self._sums(batch.codes)
 
     def _sums(self, codes: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ class Talker(nn.Module):
         return self._scores(self.model(self.embed(batch), batch.valid)[0], batch, batch.frames)
 
     def _scores(self, y: Tensor, batch: SpeechBatch, frames: Tensor) -> tuple[Tensor, Tensor]:
-        first = F.linear(y, self.codec_head()).float().masked_fill(self.barred, float("-inf"))
+        first = F.linear(y, self.codec_head()).masked_fill(self.barred, float("-inf"))
         rows = y.flatten(0, 1).index_select(0, batch.spoken)
         return first, self.code_predictor(rows, F.embedding(frames[:, 0], self.model.codec_embedding()), frames)
 
@@ -348,7 +348,7 @@ def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Gene
     utterances, rows = given.shape[:2]
     middle, value = (codes - 1) / 2, given.to(torch.float32)
     frames = batch.frames
-    spread = frames.float().std(0) if len(frames) > 1 else torch.zeros_like(frames[0], dtype=torch.float32)
+    spread = frames.float().std(0, correction=0)
     blur = chance(utterances, 1, 1)
     blurred = middle + (value - middle) * (1 - 0.4 * blur) + 0.7 * blur * spread * normal()
     picks = torch.randint(len(frames), (utterances, rows), generator=generator, device=given.device)

@@ -55,7 +55,7 @@ class Thinker(nn.Module):
             return x, None
         heard = self.audio_tower(batch.mels, batch.frames)
         picked = heard.flatten(0, 1).index_select(0, batch.rows)
-        flat = x.flatten(0, 1).index_copy(0, batch.places, picked.to(x.dtype))
+        flat = x.flatten(0, 1).index_copy(0, batch.places, picked)
         return flat.view(x.shape), heard
 
     def forward(self, batch: Batch) -> Tensor:
@@ -79,7 +79,7 @@ class Thinker(nn.Module):
 
     def _scores(self, hidden: Tensor, at: Tensor) -> Tensor:
         scores: Tensor = self.lm_head(hidden.flatten(0, 1).index_select(0, at))
-        return scores.float()
+        return scores
 
     @torch.inference_mode()
     def generate(self, batch: Batch, max_tokens: int) -> list[list[int]]:
@@ -97,7 +97,7 @@ class Thinker(nn.Module):
         while len(made) < max_tokens and not bool(ended.all()):
             seen = x[:, : int(lengths.max())]
             hidden, _ = self.model(seen, torch.ones(seen.shape[:2], dtype=torch.bool, device=x.device))
-            token = self.lm_head(hidden[rows, lengths - 1]).float().argmax(-1)
+            token = self.lm_head(hidden[rows, lengths - 1]).argmax(-1)
             x[rows, lengths] = self.model.embed_tokens(token)
             ended |= token == self.config.ids.im_end
             lengths += 1
