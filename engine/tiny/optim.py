@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,16 @@ def rounded_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def compiled(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Let PyTorch compile `layers`, which are of few kinds, for whatever shapes come: on a GPU alone.
+
+    A step waits for the launches of its many small kernels; compiled, a layer has few.
+    """
+    if device.type == "cuda":
+        for layer in layers:
+            layer.compile(dynamic=True)
 
 
 def rate(settings: Settings, moment: Moment) -> float:

@@ -1,7 +1,7 @@
 """The training of the small model from nothing, as stages that resume. Everything a stage makes lies in a folder of its name.
 
     texts    what is said, read and answered, and the tokenizer
-    spoken   a corpus in the main voice at its own pace, for speaking
+    spoken   a corpus in the main voice, a little slow, for speaking
     codec    the codec, trained on `spoken`
     codes    the codes of `spoken`, which the Talker learns
     heard    a corpus in all voices and paces, for listening
@@ -65,7 +65,7 @@ from engine.tiny.letters import letters, sounds, spelled
 from engine.tiny.optim import Module
 from engine.tiny.score import TRAINED_REFERENCES, VOICE, Sizes
 from engine.tiny.shapes import config
-from engine.tiny.talker import Talker, Utterance, Utterances, foreseen
+from engine.tiny.talker import Talker, Utterance, foreseen
 from engine.tiny.talker import train as train_talker
 from engine.tiny.tasks import Example, Line
 from engine.tiny.text import corpus, references, sentences, words
@@ -79,6 +79,8 @@ HEARD, SPOKEN = "heard", "spoken"
 MODEL = "omni-tiny"
 # Shares of a batch of the Thinker, by cost.
 LISTENING_SHARE, READING_SHARE = 0.75, 0.25
+# Slower than the voice's own: a frame lasts 80 ms, and what changes less in it is easier to foresee and to tell apart.
+PACE = 0.8
 # Of what is spoken, so much answers questions: answers are much alike, and there is more to learn of other texts.
 ANSWERS_SHARE = 0.2
 # Clips that the codec is judged by and never trained on: one in so many.
@@ -89,8 +91,8 @@ AXES = "axes.safetensors"
 # Processes that encode, at the most.
 ENCODERS = 6
 PHONEMES, PHONEMES_AT_ONCE = "phonemes.jsonl", 256
-# Answers, at the most twice as many, that the decoder is trained on with, and those that are foreseen in one batch.
-FORESEEN, FORESEEN_AT_ONCE = 6_000, 100
+# The Talker leaves one answer in so many, where there are many, to the decoder; so many are foreseen in one batch.
+LEFT_EVERY, MANY, FORESEEN_AT_ONCE = 8, 1000, 100
 # Without LibriSpeech's texts so many sentences of the grammar stand in for them.
 STAND_INS = 2000
 
@@ -126,7 +128,7 @@ class Plan:
 
     @classmethod
     def h200(cls, librispeech: Path | None = None, seed: int = 0) -> Plan:
-        """For one H200 with 16 cores, under an hour in all: forty-six minutes of training, then data, starts and the score."""
+        """For one H200 with 16 cores, under an hour in all: 48 minutes of training, then data, starts and the score."""
         return cls(
             name="h200",
             heard_hours=40.0,
@@ -135,8 +137,8 @@ class Plan:
             read=100_000,
             codec_minutes=6.0,
             thinker_minutes=17.0,
-            talker_minutes=20.0,
-            decoder_minutes=3.0,
+            talker_minutes=16.0,
+            decoder_minutes=9.0,
             thinker_cost=48_000,
             talker_frames=8_000,
             codec=codec_train.Settings(seed=seed),
@@ -239,7 +241,9 @@ def make_texts(out: Path, plan: Plan, sitting: Sitting) -> None:
         lambda seed, count: [line.text for line in tasks.lines(seed, count, known)], plan.heard_hours, plan.seed
     )
     said = speech.enough(
-        lambda seed, count: [example.answer for example in spoken(seed, count, known)], plan.spoken_hours, plan.seed
+        lambda seed, count: [example.answer for example in spoken(seed, count, known)],
+        PACE * plan.spoken_hours,
+        plan.seed,
     )
     shards.write_list(folder / "references.jsonl", known)
     shards.write_list(folder / f"{HEARD}.jsonl", tasks.lines(plan.seed, len(heard), known))
@@ -286,7 +290,7 @@ def make_spoken(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Speak what the Talker learns to say; ValueError when the main voice can't speak here."""
     _usable()
     # One seed for all: the same words then sound the same, and there is less to learn.
-    said = [voices.Line(one.answer, MAIN_VOICE, plan.seed) for one in _to_speak(out)]
+    said = [voices.Line(one.answer, MAIN_VOICE, plan.seed, PACE) for one in _to_speak(out)]
     speech.record(said, out / SPOKEN, plan.workers, sitting.tell)
     with shards.pool(plan.workers) as processes:
         written = processes.map(voices.phonemes, [line.text for line in said], chunksize=PHONEMES_AT_ONCE)
@@ -449,21 +453,29 @@ def reading(plan: Plan, known: Sequence[str], language: Language) -> list[Conver
 
 
 def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
-    """Train on the codes of what is spoken."""
+    """Train on the codes of what is spoken, but for what is left to the decoder."""
     language = Language.load(out)
-    utterances = Utterances(list(spoken_utterances(out, language)), plan.talker_frames, plan.seed)
+    utterances = list(spoken_utterances(out, language))
+    if (every := _left_every(len(utterances))) > 1:
+        utterances = [one for place, one in enumerate(utterances) if place % every]
     _, over = train_talker(
         language.config,
         language.text_embedding(plan.seed),
         utterances,
         out / "talker",
         voice=VOICE,
+        frames=plan.talker_frames,
         settings=optim.Settings(minutes=plan.talker_minutes, seed=plan.seed),
         minutes=sitting.minutes,
         device=torch.device(plan.device),
     )
     if not over:
         raise OutOfTime
+
+
+def _left_every(answers: int) -> int:
+    """One in so many of `answers` answers is left to the decoder (no tensors); of a few, all are learned and decoded."""
+    return LEFT_EVERY if answers >= MANY else 1
 
 
 def spoken_utterances(out: Path, language: Language, every: int = 1) -> Iterator[Utterance]:
@@ -483,12 +495,12 @@ def spoken_utterances(out: Path, language: Language, every: int = 1) -> Iterator
 
 
 def train_the_decoder(out: Path, plan: Plan, sitting: Sitting) -> None:
-    """Train the decoder on with what the Talker makes of some of the answers."""
+    """Train the decoder on with what the Talker makes of answers that it has not learned, as of any that it will be asked."""
     device = torch.device(plan.device)
     language = Language.load(out)
     talker = _averaged(Talker(language.config, language.text_embedding(plan.seed)), out, "talker").to(device).eval()
     clips = speech.manifest(out / SPOKEN)
-    every = max(1, len(clips) // FORESEEN)
+    every = _left_every(len(clips))
     pairs = zip(spoken_utterances(out, language, every), clips[::every], strict=True)
     # Of like length side by side, so that little is padded.
     chosen = sorted(pairs, key=lambda pair: pair[0].codes.shape[1])

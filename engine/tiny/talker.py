@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from engine.model.config import OmniConfig, PredictorConfig, TalkerConfig
 from engine.model.talker import HEADER, OPENING, speaker_id, spoken_positions
 from engine.tiny.batches import Alike, growing
 from engine.tiny.letters import SOUNDS, LettersHead
-from engine.tiny.optim import Moment, Settings, Training
+from engine.tiny.optim import Moment, Settings, Training, compiled
 from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, initialise, rope_tables, tensors
 
 NONE = -1  # no code here
@@ -31,7 +31,6 @@ IGNORED = -100  # no target here
 EMBEDDED, SCORED = (4, 1.0), (3, 3.0)
 # The loss of all groups but the first counts so often.
 REST_SHARE = 5.0
-HOST = ("counts", "said")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,55 +68,95 @@ class SpeechBatch:
     counts: Tensor
     said: Tensor
 
-    def to(self, device: torch.device) -> SpeechBatch:
-        """The same batch on `device` but for what stays on the host; every tensor keeps its shape."""
-        names = [part.name for part in fields(self) if part.name not in HOST]
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
-
     @property
     def valid(self) -> Tensor:
         """Which rows are no padding, [B, L] bool."""
         return torch.arange(self.text.shape[1], device=self.text.device) < self.lengths[:, None]
 
 
-def collate(utterances: Sequence[Utterance], config: OmniConfig, voice: str) -> SpeechBatch:
-    """Lay `utterances` out as the engine's Talker sees them, spoken by `voice`.
+class Layout:
+    """Utterances as the engine's Talker sees them, spoken by one voice: laid out once, their rows one after the other.
 
-    Arrays in as `Utterance` has them. RequestError for a prompt that can't be spoken to or an unknown voice, ValueError for a
-    text or frames that are empty.
+    Batches are gathered from there, on the device that it lies on.
     """
-    rows = [_laid_out(one, config, voice) for one in utterances]
-    assert config.talker is not None
-    groups, length = config.talker.groups, max(len(text) for text, _, _ in rows)
-    text = np.zeros((len(rows), length), dtype=np.int64)
-    codes = np.full((len(rows), length, groups), NONE, dtype=np.int64)
-    first = np.full((len(rows), length), IGNORED, dtype=np.int64)
-    for index, (ids, given, wanted) in enumerate(rows):
-        text[index, : len(ids)], codes[index, : len(ids)] = ids, given
-        first[index, len(ids) - len(wanted) : len(ids)] = wanted
-    asked = np.flatnonzero(((first != IGNORED) & (first != config.talker.codec.eos)).ravel())
-    counts = [one.codes.shape[1] for one in utterances]
-    return SpeechBatch(
-        text=torch.from_numpy(text),
-        media=torch.from_numpy(np.isin(text, [config.ids.audio, config.ids.image, config.ids.video])),
-        codes=torch.from_numpy(codes),
-        first=torch.from_numpy(first),
-        spoken=torch.from_numpy(asked),
-        frames=torch.from_numpy(np.concatenate([one.codes.T for one in utterances]).astype(np.int64)),
-        lengths=torch.tensor([len(ids) for ids, _, _ in rows]),
-        speech=_padded(np.split(asked, np.cumsum(counts)[:-1])),
-        answers=_padded([np.array(one.sounds, dtype=np.int64) for one in utterances]),
-        counts=torch.tensor(counts),
-        said=torch.tensor([len(one.sounds) for one in utterances]),
-    )
+
+    def __init__(
+        self, utterances: Sequence[Utterance], config: OmniConfig, voice: str, device: torch.device | str = "cpu"
+    ) -> None:
+        """Lay `utterances` out, arrays in as `Utterance` has them.
+
+        RequestError for a prompt that can't be spoken to or an unknown voice, ValueError for a text or frames that are empty.
+        """
+        rows = [_laid_out(one, config, voice) for one in utterances]
+        self.frames = np.array([one.codes.shape[1] for one in utterances])
+        """How many frames speak each utterance, [U] int64."""
+        self._lengths = np.array([len(text) for text, _ in rows])
+        self._said = np.array([len(one.sounds) for one in utterances])
+        self._begins, self._sounds_begin = _begins(self._lengths), _begins(self._said)
+        text = np.concatenate([text for text, _ in rows])
+        media = np.isin(text, [config.ids.audio, config.ids.image, config.ids.video])
+        codes = np.concatenate([codes for _, codes in rows])
+        sounds = np.concatenate([np.array(one.sounds, dtype=np.uint8) for one in utterances])
+        assert config.talker is not None
+        self._eos, self._device = config.talker.codec.eos, torch.device(device)
+        self._text, self._media, self._codes, self._sounds = (
+            torch.from_numpy(part).to(device) for part in (text, media, codes, sounds)
+        )
+
+    def batch(self, places: Sequence[int] | NDArray[np.int64]) -> SpeechBatch:
+        """The utterances at `places` side by side, on the device (tensors as in `SpeechBatch`)."""
+        chosen = np.asarray(places, dtype=np.int64)
+        lengths, counts, said = self._lengths[chosen], self.frames[chosen], self._said[chosen]
+        rows, there = self._spread(self._begins[chosen], lengths)
+        text = self._text[rows].long().masked_fill(~there, 0)
+        codes = self._codes[rows].long().masked_fill(~there[..., None], NONE)
+        # An utterance's last rows speak it, and the one before them opens.
+        opening = lengths - counts - 1 + int(lengths.max()) * np.arange(len(chosen))
+        spoken = self._moved(np.repeat(opening - _begins(counts), counts) + np.arange(counts.sum()))
+        frames = codes.flatten(0, 1).index_select(0, spoken + 1)
+        first = torch.full_like(text, IGNORED).flatten().index_copy(0, spoken, frames[:, 0])
+        first = first.index_fill(0, self._moved(opening + counts), self._eos).view_as(text)
+        steps = torch.arange(int(counts.max()), device=self._device)
+        speech = (self._moved(opening)[:, None] + steps).masked_fill(steps >= self._moved(counts)[:, None], 0)
+        sounds, heard = self._spread(self._sounds_begin[chosen], said)
+        return SpeechBatch(
+            text=text,
+            media=self._media[rows] & there,
+            codes=codes,
+            first=first,
+            spoken=spoken,
+            frames=frames,
+            lengths=self._moved(lengths),
+            speech=speech,
+            answers=self._sounds[sounds].long().masked_fill(~heard, 0),
+            counts=torch.from_numpy(counts),
+            said=torch.from_numpy(said),
+        )
+
+    def _spread(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Places from each of `begins` [B] on, [B, longest], and which of them belong to it; the others are place 0."""
+        steps = torch.arange(int(lengths.max()), device=self._device)
+        there = steps < self._moved(lengths)[:, None]
+        return (self._moved(begins)[:, None] + steps).masked_fill(~there, 0), there
+
+    def _moved(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
-def _padded(lines: Sequence[NDArray[np.int64]]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(line) for line in lines], batch_first=True)
+def _begins(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of what has `lengths` [n] begins, laid one after the other: [n]."""
+    return np.cumsum(lengths) - lengths
 
 
-def _laid_out(one: Utterance, config: OmniConfig, voice: str) -> tuple[list[int], NDArray[np.int64], list[int]]:
-    """Text ids [L], input codes [L, G], and the codes of group 0 that the last F + 1 rows predict, the end among them."""
+def collate(
+    utterances: Sequence[Utterance], config: OmniConfig, voice: str, device: torch.device | str = "cpu"
+) -> SpeechBatch:
+    """All of `utterances` in one batch on `device`, errors and tensors as in `Layout`."""
+    return Layout(utterances, config, voice, device).batch(range(len(utterances)))
+
+
+def _laid_out(one: Utterance, config: OmniConfig, voice: str) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
+    """Text ids [L] and input codes [L, G]; the last F rows have the frames."""
     talker, ids = config.talker, config.ids
     assert talker is not None
     groups, frames = one.codes.shape
@@ -137,11 +176,11 @@ def _laid_out(one: Utterance, config: OmniConfig, voice: str) -> tuple[list[int]
         codec.pad,
         codec.bos,
     ]
-    codes = np.full((len(text), groups), NONE, dtype=np.int64)
+    codes = np.full((len(text), groups), NONE, dtype=np.int16)
     start = len(user) + OPENING
     codes[start - len(special) : start, 0] = special
     codes[start:] = one.codes.T
-    return text, codes, [*one.codes[0].tolist(), codec.eos]
+    return np.array(text, dtype=np.int32), codes
 
 
 class _Projection(nn.Module):
@@ -317,6 +356,23 @@ class Talker(nn.Module):
             "sounds": place,
         }
 
+    @torch.no_grad()
+    def retold(self, batch: SpeechBatch) -> SpeechBatch:
+        """`batch` with frames that are given, of an utterance any share, become what is foreseen for them; tensors as before.
+
+        That is what the Talker hears when it is served, but for faults that build on each other.
+        """
+        y = self.model(self.embed(batch), batch.valid)[0]
+        # The predictor does not look at the groups before: the frames of others will do, and all groups are scored at once.
+        first, rest = self._scores(y, batch, batch.frames[torch.randperm(len(batch.frames), device=y.device)])
+        codes = self.part.predictor.vocab
+        likeliest = first.flatten(0, 1).index_select(0, batch.spoken)[:, :codes].argmax(-1)
+        frames = torch.cat([likeliest[:, None], rest.argmax(-1)], dim=1)
+        told = batch.codes.flatten(0, 1).index_copy(0, batch.spoken + 1, frames).view_as(batch.codes)
+        utterances, rows = batch.text.shape
+        chosen = torch.rand(utterances, rows, 1, device=y.device) < torch.rand(utterances, 1, 1, device=y.device)
+        return replace(batch, codes=torch.where(chosen, told, batch.codes))
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of Talker and predictor under their released names, in their released shapes."""
         parameters = dict(self.named_parameters())
@@ -367,7 +423,7 @@ def foreseen(model: Talker, utterances: Sequence[Utterance], voice: str) -> list
     """
     device = model.text_embedding.device
     for _ in range(2):
-        batch = collate(utterances, model.config, voice).to(device)
+        batch = collate(utterances, model.config, voice, device)
         y = model.model(model.embed(batch), batch.valid)[0].flatten(0, 1).index_select(0, batch.spoken)
         frames = _greedy(model, y)
         ends = np.cumsum([one.codes.shape[1] for one in utterances])[:-1]
@@ -388,49 +444,58 @@ def _greedy(model: Talker, y: Tensor) -> Tensor:
     return frames
 
 
-class Utterances:
+class Lots:
     """Draws utterances of like length for a step; what a step draws depends on the seed and the step alone."""
 
-    def __init__(self, utterances: Sequence[Utterance], frames: int, seed: int) -> None:
-        """A batch holds about `frames` frames. ValueError without utterances."""
-        self._alike = Alike(utterances, lambda one: one.codes.shape[1])
-        self._frames, self._seed = frames, seed
+    def __init__(self, frames: NDArray[np.int64], budget: int, seed: int) -> None:
+        """`frames` [U] are those of each utterance, a batch holds about `budget`. ValueError without utterances."""
+        self._alike = Alike(range(len(frames)), lambda place: int(frames[place]))
+        self._budget, self._seed = budget, seed
 
-    def draw(self, step: int, share: float) -> list[Utterance]:
-        """The utterances of `step`, from the shortest `share` (above 0, up to 1) of all; at least one."""
-        return self._alike.draw(self._frames, share, np.random.default_rng((self._seed, step)))
+    def draw(self, step: int, share: float) -> list[int]:
+        """The places of the utterances of `step`, from the shortest `share` (above 0, up to 1) of all; at least one."""
+        return self._alike.draw(self._budget, share, np.random.default_rng((self._seed, step)))
 
 
 def train(
     config: OmniConfig,
     text_embedding: Tensor,
-    utterances: Utterances,
+    utterances: Sequence[Utterance],
     folder: Path,
     *,
     voice: str,
+    frames: int,
     settings: Settings,
     minutes: float,
     device: torch.device,
     weighting: Weighting = Weighting(letters=0.5),  # noqa: B008 - a frozen value
     corrupt: float = 0.7,
+    own: float = 0.5,
     dropout: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Talker, bool]:
-    """Train for up to `minutes` from where `folder` stands; returns the averaged model and whether training is over.
+    """Train on batches of about `frames` frames, for up to `minutes` from where `folder` stands.
 
-    `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the largest share of frames that are misheard, 0 to leave all
-    as they are (see `corrupted`); `dropout` that of what the Talker's layers add that is left out; `clock` counts seconds.
+    Returns the averaged model and whether training is over. `text_embedding` [V, Hthinker] is the Thinker's; `corrupt` is the
+    largest share of frames that are misheard, 0 to leave all as they are (see `corrupted`); `own` the share of batches that
+    are told what the Talker itself foresees (see `Talker.retold`); `dropout` that of what the Talker's layers add that is left
+    out; `clock` counts seconds. ValueError without utterances.
     """
     training = Training(
         Talker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
     )
+    layout = Layout(utterances, config, voice, device)
+    lots = Lots(layout.frames, frames, settings.seed)
+    model = training.module
+    assert isinstance(model, Talker)
+    compiled([*model.model.layers, *model.code_predictor.model.layers], device)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
-        model = training.module
-        assert isinstance(model, Talker)
-        batch = collate(utterances.draw(moment.step, growing(moment.progress)), config, voice).to(device)
+        batch = layout.batch(lots.draw(moment.step, growing(moment.progress)))
         if corrupt:
             batch = corrupted(batch, corrupt, model.part.predictor.vocab)
+        if np.random.default_rng((settings.seed, moment.step, 1)).random() < own:
+            batch = model.retold(batch)
         return model.loss(batch, weighting)
 
     over = training.run(losses, minutes)

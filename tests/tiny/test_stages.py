@@ -26,7 +26,8 @@ from engine.tiny.letters import letters, sounds
 from engine.tiny.score import Asked, Served, Sizes
 from engine.tiny.shapes import MAX_BYTES
 from engine.tiny.shards import MOST_BYTES
-from engine.tiny.stages import HEARD, MODEL, SPOKEN, STAGES, Language, Plan, done, run
+from engine.tiny.stages import HEARD, LEFT_EVERY, MODEL, SPOKEN, STAGES, Language, Plan, Sitting, done, run
+from engine.tiny.talker import Utterance
 from engine.tiny.voices import MAIN_VOICE
 
 PLAN = replace(
@@ -386,6 +387,24 @@ def test_a_fifth_of_what_is_spoken_answers_questions_and_some_prompts_are_clips(
     kinds = [example.kind for example in made]
     assert kinds.count("repeat") + kinds.count("transcribe") == pytest.approx(800, abs=60)
     assert sum(bool(example.clips) for example in made) == pytest.approx(350, abs=60)
+
+
+def test_of_many_answers_the_talker_leaves_some_to_the_decoder(trained, monkeypatch):
+    asked = list(stages.spoken_utterances(trained.out, Language.load(trained.out)))
+    learned: list[Utterance] = []
+
+    def train(config: object, table: object, utterances: list[Utterance], *rest: object, **named: object) -> object:
+        learned.extend(utterances)
+        return None, True
+
+    monkeypatch.setattr(stages, "train_talker", train)
+    sitting = Sitting(lambda line: None)
+    stages.train_the_talker(trained.out, PLAN, sitting)
+    assert [one.text for one in learned] == [one.text for one in asked]
+    monkeypatch.setattr(stages, "MANY", 1)
+    learned.clear()
+    stages.train_the_talker(trained.out, PLAN, sitting)
+    assert [one.text for one in learned] == [one.text for place, one in enumerate(asked) if place % LEFT_EVERY]
 
 
 def test_an_h200_trains_for_less_than_fifty_minutes():

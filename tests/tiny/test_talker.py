@@ -21,10 +21,11 @@ from engine.tiny.talker import (
     IGNORED,
     NONE,
     SCORED,
+    Layout,
+    Lots,
     Scale,
     Talker,
     Utterance,
-    Utterances,
     collate,
     corrupted,
     foreseen,
@@ -187,6 +188,18 @@ def test_corruption_changes_frames_that_are_given_and_none_that_are_asked(config
     assert 0.1 < (off.amax(2) == 0).float().mean() < 0.4
 
 
+@torch.no_grad()
+def test_frames_are_told_again_as_they_are_foreseen(config, talker):
+    batch = collate([utterance(prompt(config, 1), [7], frames(30, seed)) for seed in range(40)], config, "ethan")
+    got = talker.retold(batch)
+    assert torch.equal(got.frames, batch.frames) and torch.equal(got.codes[:, :15], batch.codes[:, :15])
+    changed = (got.codes != batch.codes).any(2)[:, 15:]
+    assert 0.35 < changed.float().mean() < 0.65
+    assert changed.float().mean(1).min() < 0.2 and changed.float().mean(1).max() > 0.8
+    first = talker(batch)[0][:, 14:-1, :64].argmax(-1)
+    assert torch.equal(got.codes[:, 15:, 0][changed], first[changed])
+
+
 def test_a_group_is_learned_without_the_groups_before_it(config, talker):
     batch = collate([utterance(prompt(config, 1), [7], frames(20, seed)) for seed in range(4)], config, "ethan")
 
@@ -246,19 +259,30 @@ def test_what_is_foreseen_is_greedy_group_by_group_and_told_of_what_was_foreseen
     assert np.array_equal(made, told.codes)
 
 
-def test_utterances_are_drawn_by_the_step_alone_and_neighbours_in_length_together(config):
-    every = [utterance(prompt(config, 1), [7], frames(count)) for count in range(2, 200)]
-    draw = Utterances(every, 300, seed=4).draw
-    again = Utterances(every, 300, seed=4).draw
+def test_utterances_are_drawn_by_the_step_alone_and_neighbours_in_length_together():
+    counts = np.arange(2, 200)
+    draw = Lots(counts, 300, seed=4).draw
+    again = Lots(counts, 300, seed=4).draw
     for step in range(20):
         drawn = draw(step, 1.0)
-        assert [id(one) for one in drawn] == [id(one) for one in again(step, 1.0)]
-        lengths = [one.codes.shape[1] for one in drawn]
+        assert drawn == again(step, 1.0)
+        lengths = [counts[place] for place in drawn]
         assert max(lengths) - min(lengths) < 8 * len(lengths)
     assert len({len(draw(step, 1.0)) for step in range(20)}) > 3
-    assert max(one.codes.shape[1] for step in range(20) for one in draw(step, 0.2)) < 2 + 198 // 5
+    assert max(counts[place] for step in range(20) for place in draw(step, 0.2)) < 2 + 198 // 5
     with pytest.raises(ValueError, match="nothing to draw from"):
-        Utterances([], 300, seed=0)
+        Lots(counts[:0], 300, seed=0)
+
+
+def test_a_batch_of_a_layout_is_what_its_utterances_are_alone(config):
+    every = [utterance(prompt(config, *range(seed)), [7] * (1 + seed), frames(9 - seed, seed)) for seed in range(8)]
+    batch = Layout(every, config, "ethan").batch([5, 2])
+    for row, place in enumerate((5, 2)):
+        alone, length = collate([every[place]], config, "ethan"), int(batch.lengths[row])
+        for name in ("text", "media", "codes", "first"):
+            assert torch.equal(getattr(batch, name)[row, :length], getattr(alone, name)[0])
+        assert torch.equal(batch.answers[row, : batch.said[row]], alone.answers[0])
+    assert torch.equal(batch.frames, torch.from_numpy(np.concatenate([every[5].codes, every[2].codes], axis=1).T))
 
 
 def spelt(word: int) -> NDArray[np.int64]:
@@ -278,13 +302,15 @@ def test_a_talker_learns_to_speak_its_texts_and_to_end_and_does_so_when_served(c
     model, over = train(
         config,
         load_model(tiny_checkpoint).thinker.embedding,
-        Utterances(every, 60, seed=0),
+        every,
         tmp_path / "training",
         voice="ethan",
+        frames=60,
         settings=Settings(minutes=4, peak=8e-3, warmup=10, average=0.95, log_every=10, save_s=600),
         minutes=4,
         device=CPU,
         corrupt=0.0,
+        own=0.0,
         dropout=0.0,
         clock=Ticks(),
     )
@@ -309,9 +335,10 @@ def test_a_talker_trains_on_a_gpu(config, tmp_path):
     train(
         config,
         torch.randn(config.thinker.vocab, config.thinker.hidden),
-        Utterances([said(config, seed) for seed in range(16)], 60, seed=0),
+        [said(config, seed) for seed in range(16)],
         tmp_path,
         voice="ethan",
+        frames=60,
         settings=Settings(minutes=1, peak=8e-3, warmup=10, log_every=10, save_s=600),
         minutes=1,
         device=torch.device("cuda"),
