@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.tiny.codec import Decoder
 from engine.tiny.codec_train import SpectralLoss
-from engine.tiny.optim import Moment, Settings, Training
+from engine.tiny.optim import Moment, Settings, Training, compiled
 
 # Frames of a segment, and segments of a step.
 FRAMES, BATCH = 24, 48
@@ -80,6 +80,7 @@ def train(
     `clock` counts seconds.
     """
     training, distance = Training(decoder, settings, folder, device, clock), SpectralLoss().to(device)
+    compiled([training.module], device, shapes=False)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         codes, wave = segments.draw(batch)

@@ -81,14 +81,14 @@ def rounded_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def compiled(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Let PyTorch compile `layers`, which are of few kinds, for whatever shapes come: on a GPU alone.
+def compiled(modules: Iterable[nn.Module], device: torch.device, *, shapes: bool) -> None:
+    """Let PyTorch compile `modules`, which are of few kinds, on a GPU alone; `shapes` says that those of inputs vary.
 
-    A step waits for the launches of its many small kernels; compiled, a layer has few.
+    A step of such small models waits for the launches of its many small kernels; compiled, a module has few.
     """
     if device.type == "cuda":
-        for layer in layers:
-            layer.compile(dynamic=True)
+        for module in modules:
+            module.compile(dynamic=shapes)
 
 
 def rate(settings: Settings, moment: Moment) -> float:

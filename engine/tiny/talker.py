@@ -488,7 +488,7 @@ def train(
     lots = Lots(layout.frames, frames, settings.seed)
     model = training.module
     assert isinstance(model, Talker)
-    compiled([*model.model.layers, *model.code_predictor.model.layers], device)
+    compiled([*model.model.layers, *model.code_predictor.model.layers], device, shapes=True)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         batch = layout.batch(lots.draw(moment.step, growing(moment.progress)))
