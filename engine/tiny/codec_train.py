@@ -36,7 +36,7 @@ CRITIC_WINDOWS = (512, 1024, 2048)
 PERIODS = (2, 3, 5, 7, 11)
 # Nepers to decibels.
 DECIBELS = 20.0 / math.log(10.0)
-LEAD = 2400  # samples of silence that a segment may begin or end with
+LEAD = 1920  # samples of silence that a segment may begin or end with, a frame
 FEW_BOOKS_SHARE = 0.25  # share of the segments that hear fewer than all books
 
 
@@ -80,14 +80,17 @@ class Pool:
         self.lengths = torch.from_numpy(lengths).to(device)
         self.starts = self.lengths.cumsum(0) - self.lengths
 
-    def segments(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """`count` segments as [count, length] float32; an utterance's chance is its length, and around it is silence."""
+    def segments(self, count: int, length: int, generator: torch.Generator, step: int = 1) -> Tensor:
+        """`count` segments as [count, length] float32; an utterance's chance is its length, and around it is silence.
+
+        A segment begins a multiple of `step` samples from where its utterance does, or before it.
+        """
         device = self.samples.device
         place = torch.rand(count, generator=generator, device=device, dtype=torch.float64) * len(self.samples)
         chosen = torch.searchsorted(self.starts, place.long(), right=True) - 1
         own = self.lengths[chosen]
-        room = (own - length).clamp(min=0) + 2 * LEAD
-        offset = (torch.rand(count, generator=generator, device=device) * room).long() - LEAD
+        room = ((own - length).clamp(min=0) + 2 * LEAD) // step + 1
+        offset = (torch.rand(count, generator=generator, device=device) * room).long() * step - LEAD // step * step
         within = offset[:, None] + torch.arange(length, device=device)
         sounding = (within >= 0) & (within < own[:, None])
         index = (self.starts[chosen][:, None] + within).clamp(0, len(self.samples) - 1)
@@ -270,7 +273,8 @@ class Trainer:
         return distance(self.average(wave, books)[0], wave)
 
     def _segments(self, pool: Pool, generator: torch.Generator) -> Tensor:
-        return pool.segments(self.settings.batch, self.settings.frames * self.codec.decoder.frame, generator)
+        frame = self.codec.decoder.frame
+        return pool.segments(self.settings.batch, self.settings.frames * frame, generator, frame)
 
     def _active(self, generator: torch.Generator) -> Tensor:
         """How many books each clip of the batch hears: all, or by lot any number that says something of every part."""

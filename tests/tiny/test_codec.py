@@ -333,6 +333,8 @@ def test_segments_are_cuts_of_utterances_with_silence_around():
         short += int(len(sounding) > 0 and int(sounding[0]) > 6000)
         assert set((sounding > 6000).tolist()) != {True, False}
     assert 0 < short < 40  # the short one is a fiftieth of all samples
+    begun = {int(cut[0]) for cut in (Pool(waves[:1], CPU).segments(200, 800, generator(), 480) * 32768).round()}
+    assert begun == {0, *range(1, 5001, 480)}
 
 
 def test_waves_without_samples_are_refused():
