@@ -20,7 +20,7 @@ from engine.model.config import OmniConfig
 from engine.tiny.audio import AudioEncoder, spec_augment
 from engine.tiny.batches import Batch, Mixture, collate, growing
 from engine.tiny.letters import LettersHead
-from engine.tiny.optim import Moment, Settings, Training
+from engine.tiny.optim import Moment, Settings, Training, compiled
 from engine.tiny.stack import Stack, Weighting, initialise, tensors
 
 
@@ -153,16 +153,18 @@ def train(
         Thinker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
     )
 
+    model = training.module
+    assert isinstance(model, Thinker)
+    compiled([*model.model.layers, *model.audio_tower.layers], device, shapes=True)
+
     def losses(moment: Moment) -> dict[str, Tensor]:
         batch = collate(mixture.draw(moment.step, growing(moment.progress)), config.ids.audio).to(device)
         batch = misled(batch, mislead)
         if augment and batch.mels is not None:
             batch = replace(batch, mels=spec_augment(batch.mels, batch.frames))
-        model = training.module
-        assert isinstance(model, Thinker)
         return model.loss(batch, weighting)
 
     over = training.run(losses, minutes)
-    model = training.averaged()
-    assert isinstance(model, Thinker)
-    return model, over
+    averaged = training.averaged()
+    assert isinstance(averaged, Thinker)
+    return averaged, over
