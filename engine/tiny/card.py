@@ -288,7 +288,7 @@ Synthetic voices speak them.
 
 - Listening: {heard:,} lines, {_spoken_hours(out, log, "heard")};
   {recipe.copies} copies of each, one clean, the others in rooms, with noise, at other levels.
-- Speaking: {spoken:,} answers, {_spoken_hours(out, log, "spoken")}, slower than the voice's own pace.
+- Speaking: {spoken:,} answers, {_spoken_hours(out, log, "spoken")}, each sound of whole frames of 80 ms.
 - Reading: {recipe.read:,} conversations without audio.
 
 Held out of all of it: the sentences of the score; templates and words of the grammar that are kept for it; questions (one in

@@ -1,5 +1,5 @@
-"""How words are spelled and sound, for training: embeddings that show a token's letters, and a loss that asks for letters or
-sounds.
+"""How words are spelled and sound, for training: embeddings that show a token's letters, and losses that ask for letters and
+for sounds.
 
 With a table of embeddings drawn at random, a model learns the spelling and the sound of every token by itself, from as many
 examples as it meets. Here a token's row shows its letters one by one, so what is learned of one token holds for all that are
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.tiny import byte_letters
@@ -19,8 +20,8 @@ from engine.tiny.stack import EMBEDDING_DEVIATION, ctc
 # What is heard of a text; a space tells words apart.
 LETTERS = " abcdefghijklmnopqrstuvwxyz'"
 _INDEX = {letter: index for index, letter in enumerate(LETTERS)}
-# What the main voice writes down before it says a text: a sign a sound, stress, and pauses.
-SOUNDS = " ,.?!AIOTWYbdfhijklmnpstuvwzæðŋɐɑɔəɛɜɡɪɹʃʊʌʒʤʧˈˌθᵊᵻ"
+# What the main voice writes down before it says a text: a sign a sound, silence first, and pauses.
+SOUNDS = " ,.?!AIOTWYbdfhijklmnpstuvwzæðŋɐɑɔəɛɜɡɪɹʃʊʌʒʤʧθᵊᵻ"
 _SOUND_INDEX = {sign: index for index, sign in enumerate(SOUNDS)}
 # A token may show marks as well.
 _SHOWN = LETTERS + ".,?"
@@ -30,6 +31,9 @@ MOST_LETTERS = 4
 _SPACE = byte_letters()[ord(" ")]
 # Letters that one row may spell. Speech has up to 20 letters a second and 12.5 rows.
 SLOTS = 3
+# Frames whose sounds a row is asked for, its own and the next ones.
+AHEAD = 3
+IGNORED = -100  # no target here
 
 
 def letters(text: str) -> list[int]:
@@ -37,9 +41,9 @@ def letters(text: str) -> list[int]:
     return [_INDEX[letter] for letter in text.lower() if letter in _INDEX]
 
 
-def sounds(phonemes: str) -> list[int]:
-    """Indices into SOUNDS of a text as the main voice writes it down (`voices.phonemes`); a sign of no sound is left out."""
-    return [_SOUND_INDEX[sign] for sign in phonemes if sign in _SOUND_INDEX]
+def sounds(signs: str) -> list[int]:
+    """Indices into SOUNDS of the signs of frames (`voices.frame_sounds`), each one's; a sign that is not known is silence."""
+    return [_SOUND_INDEX.get(sign, 0) for sign in signs]
 
 
 def spelled(tokens: Sequence[str], width: int, seed: int) -> Tensor:
@@ -64,12 +68,11 @@ def spelled(tokens: Sequence[str], width: int, seed: int) -> Tensor:
 
 
 class LettersHead(nn.Module):
-    """Asks rows for the letters, or the sounds, that are said while they last, by CTC. Only training has it; nothing of it is
-    exported."""
+    """Asks rows for the letters that are said while they last, by CTC. Only training has it; nothing of it is exported."""
 
-    def __init__(self, width: int, alphabet: str = LETTERS) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self._signs = len(alphabet) + 1
+        self._signs = len(LETTERS) + 1
         self.out = nn.Linear(width, SLOTS * self._signs)
 
     def forward(self, rows: Tensor, targets: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
@@ -80,6 +83,19 @@ class LettersHead(nn.Module):
         return ctc(self.scores(rows), targets, SLOTS * counts, lengths)
 
     def scores(self, rows: Tensor) -> Tensor:
-        """Scores [B, SLOTS * R, alphabet + blank] of `rows` [B, R, width]."""
+        """Scores [B, SLOTS * R, letters + blank] of `rows` [B, R, width]."""
         scores: Tensor = self.out(rows)
         return scores.reshape(len(rows), -1, self._signs)
+
+
+class SoundsHead(nn.Module):
+    """Asks rows for the sounds of the frame that each is about to speak and of the AHEAD - 1 after it. Only training has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, AHEAD * len(SOUNDS))
+
+    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """The loss a sound, a scalar, of `rows` [n, width] for `targets` [n, AHEAD], IGNORED where there is none."""
+        scores = self.out(rows).view(-1, len(SOUNDS))
+        return F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORED)

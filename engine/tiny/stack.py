@@ -34,7 +34,7 @@ QUIET_DEVIATION = 0.02
 EMBEDDING_DEVIATION = 0.3
 
 # What only training has: nothing of it is exported.
-LETTERS_HEAD = "letters_head"
+HEADS = ("letters_head", "sounds_head")
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines, each [L, d] float32."""
@@ -273,7 +273,7 @@ def tensors(parameters: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The released tensors, any shape, of a module's `parameters`; `prefix` (with its dot) goes before their names."""
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
-        if name.startswith(LETTERS_HEAD):
+        if name.startswith(HEADS):
             continue
         whole = prefix + name
         ending = next((end for end in STACKED if whole.endswith(end)), None)

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from engine.model.config import OmniConfig, PredictorConfig, TalkerConfig
 from engine.model.talker import HEADER, OPENING, speaker_id, spoken_positions
 from engine.tiny.batches import Alike, growing
-from engine.tiny.letters import SOUNDS, LettersHead
+from engine.tiny.letters import AHEAD, IGNORED, SoundsHead
 from engine.tiny.optim import Moment, Settings, Training, compiled
 from engine.tiny.stack import DenseLayer, RmsNorm, Stack, Weighting, initialise, rope_tables, tensors
 
 NONE = -1  # no code here
-IGNORED = -100  # no target here
 # How many powers of a code's value, from 0 on, its embedding is made of, and its score; and how far from 0 the values reach.
 EMBEDDED, SCORED = (4, 1.0), (3, 3.0)
 # The loss of all groups but the first counts so often.
@@ -36,7 +35,7 @@ REST_SHARE = 5.0
 @dataclass(frozen=True, slots=True, eq=False)
 class Utterance:
     """A prompt, ids that end with an open assistant turn; the `text` that answers it, ids without the end of the turn; the
-    `codes` [G, F] of the frames that speak it; and its `sounds` (`letters.sounds`).
+    `codes` [G, F] of the frames that speak it; and the `sounds` of these, F indices (`letters.sounds`).
     """
 
     prompt: Sequence[int]
@@ -51,9 +50,8 @@ class SpeechBatch:
 
     A row's input is a text row and the sum of its codes: `text` [B, L] are ids of the Thinker, `media` [B, L] says where the
     row of a medium stands instead, `codes` [B, L, G] holds a frame, a special id in group 0, or NONE. `first` [B, L] is the
-    code of group 0 to predict from a row, or IGNORED. The flat rows `spoken` [n] predict whole frames, `frames` [n, G];
-    `speech` [B, F] are the same rows, an utterance a line, padded with 0. `answers` [B, S] are sounds, padded with 0.
-    Integers are int64. `counts` and `said` [B], the lengths of speech and of answers, stay on the host.
+    code of group 0 to predict from a row, or IGNORED. The flat rows `spoken` [n] predict whole frames, `frames` [n, G], whose
+    `sounds` [n, AHEAD] are those of a frame and the next ones, or IGNORED. Integers are int64.
     """
 
     text: Tensor
@@ -62,11 +60,8 @@ class SpeechBatch:
     first: Tensor
     spoken: Tensor
     frames: Tensor
+    sounds: Tensor
     lengths: Tensor
-    speech: Tensor
-    answers: Tensor
-    counts: Tensor
-    said: Tensor
 
     @property
     def valid(self) -> Tensor:
@@ -91,12 +86,11 @@ class Layout:
         self.frames = np.array([one.codes.shape[1] for one in utterances])
         """How many frames speak each utterance, [U] int64."""
         self._lengths = np.array([len(text) for text, _ in rows])
-        self._said = np.array([len(one.sounds) for one in utterances])
-        self._begins, self._sounds_begin = _begins(self._lengths), _begins(self._said)
+        self._begins, self._frames_begin = _begins(self._lengths), _begins(self.frames)
         text = np.concatenate([text for text, _ in rows])
         media = np.isin(text, [config.ids.audio, config.ids.image, config.ids.video])
         codes = np.concatenate([codes for _, codes in rows])
-        sounds = np.concatenate([np.array(one.sounds, dtype=np.uint8) for one in utterances])
+        sounds = np.concatenate([_ahead(one.sounds) for one in utterances])
         assert config.talker is not None
         self._eos, self._device = config.talker.codec.eos, torch.device(device)
         self._text, self._media, self._codes, self._sounds = (
@@ -106,38 +100,27 @@ class Layout:
     def batch(self, places: Sequence[int] | NDArray[np.int64]) -> SpeechBatch:
         """The utterances at `places` side by side, on the device (tensors as in `SpeechBatch`)."""
         chosen = np.asarray(places, dtype=np.int64)
-        lengths, counts, said = self._lengths[chosen], self.frames[chosen], self._said[chosen]
-        rows, there = self._spread(self._begins[chosen], lengths)
+        lengths, counts = self._lengths[chosen], self.frames[chosen]
+        steps = torch.arange(int(lengths.max()), device=self._device)
+        there = steps < self._moved(lengths)[:, None]
+        rows = (self._moved(self._begins[chosen])[:, None] + steps).masked_fill(~there, 0)
         text = self._text[rows].long().masked_fill(~there, 0)
         codes = self._codes[rows].long().masked_fill(~there[..., None], NONE)
         # An utterance's last rows speak it, and the one before them opens.
         opening = lengths - counts - 1 + int(lengths.max()) * np.arange(len(chosen))
-        spoken = self._moved(np.repeat(opening - _begins(counts), counts) + np.arange(counts.sum()))
+        spoken = self._moved(_counted_from(opening, counts))
         frames = codes.flatten(0, 1).index_select(0, spoken + 1)
         first = torch.full_like(text, IGNORED).flatten().index_copy(0, spoken, frames[:, 0])
-        first = first.index_fill(0, self._moved(opening + counts), self._eos).view_as(text)
-        steps = torch.arange(int(counts.max()), device=self._device)
-        speech = (self._moved(opening)[:, None] + steps).masked_fill(steps >= self._moved(counts)[:, None], 0)
-        sounds, heard = self._spread(self._sounds_begin[chosen], said)
         return SpeechBatch(
             text=text,
             media=self._media[rows] & there,
             codes=codes,
-            first=first,
+            first=first.index_fill(0, self._moved(opening + counts), self._eos).view_as(text),
             spoken=spoken,
             frames=frames,
+            sounds=self._sounds[self._moved(_counted_from(self._frames_begin[chosen], counts))].long(),
             lengths=self._moved(lengths),
-            speech=speech,
-            answers=self._sounds[sounds].long().masked_fill(~heard, 0),
-            counts=torch.from_numpy(counts),
-            said=torch.from_numpy(said),
         )
-
-    def _spread(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Places from each of `begins` [B] on, [B, longest], and which of them belong to it; the others are place 0."""
-        steps = torch.arange(int(lengths.max()), device=self._device)
-        there = steps < self._moved(lengths)[:, None]
-        return (self._moved(begins)[:, None] + steps).masked_fill(~there, 0), there
 
     def _moved(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
@@ -146,6 +129,17 @@ class Layout:
 def _begins(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each of what has `lengths` [n] begins, laid one after the other: [n]."""
     return np.cumsum(lengths) - lengths
+
+
+def _counted_from(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As many whole numbers as `counts` [n] says from each of `firsts` [n] on, one after the other."""
+    return np.repeat(firsts - _begins(counts), counts) + np.arange(counts.sum())
+
+
+def _ahead(sounds: Sequence[int]) -> NDArray[np.int16]:
+    """Of each frame the sounds [F, AHEAD] from it on, IGNORED after the last."""
+    padded = np.array([*sounds, *[IGNORED] * (AHEAD - 1)], dtype=np.int16)
+    return np.lib.stride_tricks.sliding_window_view(padded, AHEAD)
 
 
 def collate(
@@ -160,9 +154,10 @@ def _laid_out(one: Utterance, config: OmniConfig, voice: str) -> tuple[NDArray[n
     talker, ids = config.talker, config.ids
     assert talker is not None
     groups, frames = one.codes.shape
-    if not one.text or not frames or groups != talker.groups:
+    if not one.text or not frames or groups != talker.groups or len(one.sounds) != frames:
         raise ValueError(
-            f"an utterance needs text and frames of {talker.groups} codes, has {len(one.text)} ids and {one.codes.shape}"
+            f"an utterance needs text and frames of {talker.groups} codes and a sound each, has {len(one.text)} ids, "
+            f"{len(one.sounds)} sounds and {one.codes.shape}"
         )
     user = [one.prompt[position] for position in spoken_positions(one.prompt, ids)]
     said = [*one.text, ids.tts_eos, *[ids.tts_pad] * frames][: frames + 1]
@@ -289,7 +284,7 @@ class Talker(nn.Module):
         self.codec_head = _own_scale(config.talker, SCORED)
         self.text_projection, self.hidden_projection = _Projection(config.talker), _Projection(config.talker)
         self.code_predictor = CodePredictor(config.talker.predictor)
-        self.letters_head = LettersHead(config.talker.stack.hidden, SOUNDS)
+        self.sounds_head = SoundsHead(config.talker.stack.hidden)
         self.register_buffer("text_embedding", text_embedding.detach().clone().float(), persistent=False)
         initialise(self, config.talker.stack.layers, seed)
         # One row for every medium: the bias alone is learned.
@@ -330,8 +325,8 @@ class Talker(nn.Module):
     def loss(self, batch: SpeechBatch, weighting: Weighting) -> dict[str, Tensor]:
         """Losses of `batch`, scalars: `loss` in all; `first` and `rest`, and the shares of codes right; `balance`; `sounds`.
 
-        The sounds that each row is about to speak are asked for as well. It makes the Talker keep its place in the text, which
-        arrives faster than it is spoken, and learn how it sounds.
+        The sounds of the frame that a row is about to speak, and of the next ones, are asked for as well. It makes the Talker
+        keep its place in the text, which arrives faster than it is spoken, and learn how it sounds.
         """
         y, uneven = self.model(self.embed(batch), batch.valid)
         # Told the true groups before, the predictor would lean on them; served, it is told what was likeliest, which says
@@ -343,17 +338,15 @@ class Talker(nn.Module):
         first = F.cross_entropy(scores, wanted, ignore_index=IGNORED)
         rest = F.cross_entropy(rest_scores.flatten(0, 1), batch.frames[:, 1:].flatten())
         counted = wanted != IGNORED
-        # `index_select`, since a GPU takes much longer for the gradient of brackets.
-        rows = y.flatten(0, 1).index_select(0, batch.speech.flatten()).unflatten(0, batch.speech.shape)
-        place = self.letters_head(rows, batch.answers, batch.counts, batch.said)
+        sounds = self.sounds_head(y.flatten(0, 1).index_select(0, batch.spoken), batch.sounds)
         return {
-            "loss": first + REST_SHARE * rest + weighting.balance * uneven + weighting.letters * place,
+            "loss": first + REST_SHARE * rest + weighting.balance * uneven + weighting.letters * sounds,
             "first": first,
             "rest": rest,
             "first_right": ((scores.argmax(-1) == wanted) & counted).sum() / counted.sum(),
             "rest_right": (rest_scores.argmax(-1) == batch.frames[:, 1:]).float().mean(),
             "balance": uneven,
-            "sounds": place,
+            "sounds": sounds,
         }
 
     @torch.no_grad()

@@ -22,6 +22,8 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
+from engine.tiny.framed import FramedVoice
+
 if TYPE_CHECKING:
     from hibari import Hibari
 
@@ -38,6 +40,9 @@ _FESTIVAL_PACE = {
     "festival-kal": "(Parameter.set 'Duration_Stretch {stretch:.4f})",
 }
 
+# What the main voice needs, by the modules' names.
+PACKAGES = {"hibari": "hibari-tts", "onnx": "onnx"}
+
 EDGE_SECONDS = 0.1
 _FADE_SECONDS = 0.01
 _FRAME = SAMPLE_RATE // 100
@@ -52,7 +57,8 @@ Floats = NDArray[np.float32]
 class Line:
     """What is to be spoken and how: `speed` 1 is the voice's own, `pitch` is a factor on all frequencies, formants too.
 
-    hibari follows `speed` in steps, within about 15 %. `seed` is of its noise; the other voices have no choice to make.
+    hibari follows `speed` in steps, within about 15 %. `seed` is of its noise; the other voices have no choice to make. What
+    is `framed`, which hibari alone can be, has neither speed nor pitch: each sound takes whole frames (`framed`).
     """
 
     text: str
@@ -60,13 +66,14 @@ class Line:
     seed: int
     speed: float = 1.0
     pitch: float = 1.0
+    framed: bool = False
 
 
 def missing(voice: str) -> str | None:
     """Why `voice` can't speak on this machine and what would help, or None when it can."""
     if voice == MAIN_VOICE:
-        there = importlib.util.find_spec("hibari") is not None
-        return None if there else "the package hibari-tts is not installed; the extra `tiny` brings it"
+        absent = [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
+        return f"not installed: {', '.join(absent)}; the extra `tiny` brings it" if absent else None
     command, known = ("flite", _flite_voices) if voice in FLITE else ("festival", _festival_voices)
     if shutil.which(command) is None:
         return f"there is no command {command} on PATH; Debian's package {command} has it"
@@ -88,6 +95,8 @@ def synthesise(texts: Sequence[str], voice: str, seed: int, speed: float = 1.0, 
 def speak(lines: Sequence[Line]) -> list[Floats]:
     """Return each line spoken, float32 [n] at 24 kHz, at one level and with at most EDGE_SECONDS of silence at its ends.
 
+    A framed line is whole frames instead, the first and the last of them silent.
+
     ValueError names a voice that is not known, or a line that gave no sound.
     """
     strangers = {line.voice for line in lines} - set(VOICES)
@@ -101,15 +110,18 @@ def speak(lines: Sequence[Line]) -> list[Floats]:
     return [spoken[place] for place in range(len(lines))]
 
 
-def phonemes(text: str) -> str:
-    """`text` as the main voice writes it down, a sign a sound, before it says it."""
-    return " ".join(_hibari_voice().phonemize(text))
+def frame_sounds(text: str) -> str:
+    """The sign of the sound in every frame of a framed line of `text`."""
+    return _framed_voice().sounds(text)
 
 
 # Each of the three below speaks lines at the pace that, once the pitch is changed by resampling, is the speed asked for.
 def _hibari(lines: Sequence[Line]) -> Iterator[tuple[Floats, int]]:
     for line in lines:
-        yield _hibari_voice()(line.text, speed=line.speed / line.pitch, seed=line.seed), SAMPLE_RATE
+        if line.framed:
+            yield _framed_voice()(line.text, line.seed), SAMPLE_RATE
+        else:
+            yield _hibari_voice()(line.text, speed=line.speed / line.pitch, seed=line.seed), SAMPLE_RATE
 
 
 @functools.cache
@@ -117,6 +129,11 @@ def _hibari_voice() -> Hibari:
     from hibari import Hibari
 
     return Hibari()
+
+
+@functools.cache
+def _framed_voice() -> FramedVoice:
+    return FramedVoice(_hibari_voice())
 
 
 def _flite(lines: Sequence[Line]) -> Iterator[tuple[Floats, int]]:
@@ -164,7 +181,7 @@ def _finished(line: Line, samples: Floats, rate: int) -> Floats:
         samples = soxr.resample(samples, rate * line.pitch, SAMPLE_RATE)
     if not np.abs(samples).max(initial=0.0) > 0:
         raise ValueError(f"{line.voice} made no sound of {line.text!r}")
-    return levelled(trimmed(samples))
+    return levelled(samples if line.framed else trimmed(samples))
 
 
 def trimmed(samples: Floats) -> Floats:

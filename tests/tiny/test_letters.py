@@ -7,7 +7,18 @@ import torch
 from torch import nn
 
 from engine.tiny import voices
-from engine.tiny.letters import LETTERS, SLOTS, SOUNDS, LettersHead, letters, sounds, spelled
+from engine.tiny.letters import (
+    AHEAD,
+    IGNORED,
+    LETTERS,
+    SLOTS,
+    SOUNDS,
+    LettersHead,
+    SoundsHead,
+    letters,
+    sounds,
+    spelled,
+)
 from engine.tiny.text import sentences
 from engine.tiny.voices import MAIN_VOICE
 
@@ -17,21 +28,26 @@ def test_letters_are_what_is_heard_of_a_text():
     assert letters("...") == []
 
 
-def test_sounds_are_the_signs_that_a_voice_writes_and_others_are_left_out():
-    assert [SOUNDS[index] for index in sounds("wˈʌn, θɹˈi – §")] == list("wˈʌn, θɹˈi  ")
+def test_every_frame_has_the_index_of_its_sound_and_one_that_is_not_known_is_silence():
+    assert [SOUNDS[index] for index in sounds(" wʌʌn, §")] == list(" wʌʌn,  ")
     assert len(set(SOUNDS)) == len(SOUNDS)
 
 
-def test_the_main_voice_writes_nothing_that_is_no_sound():
+def test_the_main_voice_says_nothing_that_is_no_sound():
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         pytest.skip(reason)
-    written = "".join(map(voices.phonemes, sentences(0, 300)))
-    assert set(written) <= set(SOUNDS)
-    assert voices.phonemes("Four minus three is one.") == "fˈɔɹ mˈInəs θɹˈi ɪz wˈʌn."
+    assert set("".join(map(voices.frame_sounds, sentences(0, 300)))) <= set(SOUNDS)
 
 
-def test_a_head_of_another_alphabet_has_its_scores():
-    assert LettersHead(8, SOUNDS).scores(torch.zeros(1, 2, 8)).shape == (1, 2 * SLOTS, len(SOUNDS) + 1)
+def test_a_row_is_asked_for_its_sound_and_the_next_ones():
+    head = SoundsHead(8)
+    with torch.no_grad():
+        head.out.weight.zero_()
+        head.out.bias.zero_()
+        head.out.bias.view(AHEAD, -1)[range(AHEAD), [3, 4, 5]] = 50.0
+    rows = torch.zeros(2, 8)
+    assert head(rows, torch.tensor([[3, 4, 5], [3, 4, IGNORED]])).item() == pytest.approx(0, abs=1e-6)
+    assert head(rows, torch.tensor([[3, 4, 5], [3, 5, IGNORED]])).item() == pytest.approx(10, abs=1e-3)
 
 
 def test_a_token_shows_its_letters_in_any_case_and_the_rest_of_its_row_is_its_own():
