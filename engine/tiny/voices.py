@@ -78,7 +78,10 @@ def missing(voice: str) -> str | None:
     if shutil.which(command) is None:
         return f"there is no command {command} on PATH; Debian's package {command} has it"
     name = (FLITE | FESTIVAL)[voice]
-    return None if name in known() else f"{command} has no voice {name}"
+    try:
+        return None if name in known() else f"{command} has no voice {name}"
+    except subprocess.CalledProcessError as error:
+        return f"{command} does not run here: it ends with {error.returncode}"
 
 
 def usable() -> tuple[list[str], dict[str, str]]:

@@ -88,6 +88,14 @@ def test_a_command_that_is_not_there_is_a_reason_that_names_it(monkeypatch: pyte
     assert reasons["festival-kal"].startswith("there is no command festival on PATH")
 
 
+def test_a_command_that_does_not_run_is_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "festival").write_text("#!/bin/sh\nexit 255\n")
+    (tmp_path / "festival").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    voices._festival_voices.cache_clear()
+    assert voices.missing("festival-kal") == "festival does not run here: it ends with 255"
+
+
 def test_as_many_sentences_are_taken_as_the_hours_need():
     def sentences(seed: int, count: int) -> list[str]:
         return [f"{seed} " + "a" * 48] * count
