@@ -79,7 +79,7 @@ HEARD, SPOKEN = "heard", "spoken"
 MODEL = "omni-tiny"
 # Shares of a batch of the Thinker, by cost.
 LISTENING_SHARE, READING_SHARE = 0.75, 0.25
-# How much shorter what is spoken would be at the voice's own pace.
+# The share of its time that what is spoken would take at the voice's own pace.
 PACE = 0.75
 # Of what is spoken, so much answers questions: answers are much alike, and there is more to learn of other texts.
 ANSWERS_SHARE = 0.2
