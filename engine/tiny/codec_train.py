@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from engine.model.config import Code2WavConfig
 from engine.tiny import shards, speech, workdir
 from engine.tiny.codec import MEL_BINS, MEL_HOP, MEL_WINDOW, QUIET, Codec, LogMel, magnitudes
+from engine.tiny.framed import FRAME
 from engine.tiny.optim import rounded_products
 from engine.tiny.voices import MAIN_VOICE
 
@@ -36,7 +37,7 @@ CRITIC_WINDOWS = (512, 1024, 2048)
 PERIODS = (2, 3, 5, 7, 11)
 # Nepers to decibels.
 DECIBELS = 20.0 / math.log(10.0)
-LEAD = 1920  # samples of silence that a segment may begin or end with, a frame
+LEAD = FRAME  # samples of silence that a segment may begin or end with
 FEW_BOOKS_SHARE = 0.25  # share of the segments that hear fewer than all books
 
 

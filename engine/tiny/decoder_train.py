@@ -80,7 +80,7 @@ def train(
     `clock` counts seconds.
     """
     training, distance = Training(decoder, settings, folder, device, clock), SpectralLoss().to(device)
-    compiled([training.module], device, shapes=False)
+    compiled([training.module], device, dynamic=False)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         codes, wave = segments.draw(batch)

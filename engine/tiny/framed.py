@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from hibari import Hibari
 
-FRAME = 1920
-# The network counts in units of 25 ms: 3.2 of them are a frame, so a sound begins within 10 ms of one.
+FRAME = 1920  # samples of a frame
+# The network counts in units of 25 ms: 3.2 of them are a frame, so what is given to a sound begins within 10 ms of one.
 UNITS = 3.2
 STRESS = "ˈˌ"
 # Frames that a sound may take, and the last one of a sentence and its mark.
 MOST, MOST_LAST = 3, 4
-# Frames of silence before a sentence and after it.
+# Frames that are given to the silence before a sentence and after it. A first sound may begin a little earlier.
 LEAD = TAIL = 1
 SILENCE = " "
 _NATURAL, _GIVEN = "natural", "given"

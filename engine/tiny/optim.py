@@ -81,14 +81,14 @@ def rounded_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def compiled(modules: Iterable[nn.Module], device: torch.device, *, shapes: bool) -> None:
-    """Let PyTorch compile `modules`, which are of few kinds, on a GPU alone; `shapes` says that those of inputs vary.
+def compiled(modules: Iterable[nn.Module], device: torch.device, *, dynamic: bool) -> None:
+    """Let PyTorch compile `modules`, which are of few kinds, on a GPU alone; `dynamic` says that shapes of inputs vary.
 
     A step of such small models waits for the launches of its many small kernels; compiled, a module has few.
     """
     if device.type == "cuda":
         for module in modules:
-            module.compile(dynamic=shapes)
+            module.compile(dynamic=dynamic)
 
 
 def rate(settings: Settings, moment: Moment) -> float:

@@ -458,12 +458,11 @@ def train_the_talker(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Train on the codes of what is spoken, but for what is left to the decoder."""
     language = Language.load(out)
     utterances = list(spoken_utterances(out, language))
-    if (every := _left_every(len(utterances))) > 1:
-        utterances = [one for place, one in enumerate(utterances) if place % every]
+    every = _left_every(len(utterances))
     _, over = train_talker(
         language.config,
         language.text_embedding(plan.seed),
-        utterances,
+        [one for place, one in enumerate(utterances) if every == 1 or place % every],
         out / "talker",
         voice=VOICE,
         frames=plan.talker_frames,

@@ -97,7 +97,7 @@ class Layout:
             torch.from_numpy(part).to(device) for part in (text, media, codes, sounds)
         )
 
-    def batch(self, places: Sequence[int] | NDArray[np.int64]) -> SpeechBatch:
+    def batch(self, places: Sequence[int]) -> SpeechBatch:
         """The utterances at `places` side by side, on the device (tensors as in `SpeechBatch`)."""
         chosen = np.asarray(places, dtype=np.int64)
         lengths, counts = self._lengths[chosen], self.frames[chosen]
@@ -176,6 +176,12 @@ def _laid_out(one: Utterance, config: OmniConfig, voice: str) -> tuple[NDArray[n
     codes[start - len(special) : start, 0] = special
     codes[start:] = one.codes.T
     return np.array(text, dtype=np.int32), codes
+
+
+def _spoken(rows: Tensor, batch: SpeechBatch) -> Tensor:
+    """Those of `rows` [B, L, W] that predict whole frames: [n, W]."""
+    # `index_select`, since a GPU takes much longer for the gradient of brackets.
+    return rows.flatten(0, 1).index_select(0, batch.spoken)
 
 
 class _Projection(nn.Module):
@@ -315,11 +321,12 @@ class Talker(nn.Module):
 
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Logits of group 0 [B, L, V] and of the others [n, G-1, V'], float32."""
-        return self._scores(self.model(self.embed(batch), batch.valid)[0], batch, batch.frames)
+        y = self.model(self.embed(batch), batch.valid)[0]
+        return self._scores(y, _spoken(y, batch), batch.frames)
 
-    def _scores(self, y: Tensor, batch: SpeechBatch, frames: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores(self, y: Tensor, rows: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits as `forward` gives them, of `y` [B, L, H] and of those `rows` [n, H] of it that predict `frames` [n, G]."""
         first = F.linear(y, self.codec_head()).masked_fill(self.barred, float("-inf"))
-        rows = y.flatten(0, 1).index_select(0, batch.spoken)
         return first, self.code_predictor(rows, F.embedding(frames[:, 0], self.model.codec_embedding()), frames)
 
     def loss(self, batch: SpeechBatch, weighting: Weighting) -> dict[str, Tensor]:
@@ -333,12 +340,13 @@ class Talker(nn.Module):
         # nothing that the row does not, and every group would add to the faults of those before. So it learns without.
         count = len(batch.frames)
         heard = batch.frames[torch.randperm(count, device=batch.frames.device)] if self.training else batch.frames
-        scores, rest_scores = self._scores(y, batch, heard)
+        rows = _spoken(y, batch)
+        scores, rest_scores = self._scores(y, rows, heard)
         scores, wanted = scores.flatten(0, 1), batch.first.flatten()
         first = F.cross_entropy(scores, wanted, ignore_index=IGNORED)
         rest = F.cross_entropy(rest_scores.flatten(0, 1), batch.frames[:, 1:].flatten())
         counted = wanted != IGNORED
-        sounds = self.sounds_head(y.flatten(0, 1).index_select(0, batch.spoken), batch.sounds)
+        sounds = self.sounds_head(rows, batch.sounds)
         return {
             "loss": first + REST_SHARE * rest + weighting.balance * uneven + weighting.letters * sounds,
             "first": first,
@@ -357,9 +365,10 @@ class Talker(nn.Module):
         """
         y = self.model(self.embed(batch), batch.valid)[0]
         # The predictor does not look at the groups before: the frames of others will do, and all groups are scored at once.
-        first, rest = self._scores(y, batch, batch.frames[torch.randperm(len(batch.frames), device=y.device)])
+        others = batch.frames[torch.randperm(len(batch.frames), device=y.device)]
+        first, rest = self._scores(y, _spoken(y, batch), others)
         codes = self.part.predictor.vocab
-        likeliest = first.flatten(0, 1).index_select(0, batch.spoken)[:, :codes].argmax(-1)
+        likeliest = _spoken(first, batch)[:, :codes].argmax(-1)
         frames = torch.cat([likeliest[:, None], rest.argmax(-1)], dim=1)
         told = batch.codes.flatten(0, 1).index_copy(0, batch.spoken + 1, frames).view_as(batch.codes)
         utterances, rows = batch.text.shape
@@ -417,8 +426,7 @@ def foreseen(model: Talker, utterances: Sequence[Utterance], voice: str) -> list
     device = model.text_embedding.device
     for _ in range(2):
         batch = collate(utterances, model.config, voice, device)
-        y = model.model(model.embed(batch), batch.valid)[0].flatten(0, 1).index_select(0, batch.spoken)
-        frames = _greedy(model, y)
+        frames = _greedy(model, _spoken(model.model(model.embed(batch), batch.valid)[0], batch))
         ends = np.cumsum([one.codes.shape[1] for one in utterances])[:-1]
         split = np.split(frames.t().cpu().numpy(), ends, axis=1)
         utterances = [replace(one, codes=codes) for one, codes in zip(utterances, split, strict=True)]
@@ -481,7 +489,7 @@ def train(
     lots = Lots(layout.frames, frames, settings.seed)
     model = training.module
     assert isinstance(model, Talker)
-    compiled([*model.model.layers, *model.code_predictor.model.layers], device, shapes=True)
+    compiled([*model.model.layers, *model.code_predictor.model.layers], device, dynamic=True)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         batch = layout.batch(lots.draw(moment.step, growing(moment.progress)))

@@ -152,10 +152,9 @@ def train(
     training = Training(
         Thinker(config, text_embedding, dropout=dropout, seed=settings.seed), settings, folder, device, clock
     )
-
     model = training.module
     assert isinstance(model, Thinker)
-    compiled([*model.model.layers, *model.audio_tower.layers], device, shapes=True)
+    compiled([*model.model.layers, *model.audio_tower.layers], device, dynamic=True)
 
     def losses(moment: Moment) -> dict[str, Tensor]:
         batch = collate(mixture.draw(moment.step, growing(moment.progress)), config.ids.audio).to(device)

@@ -98,7 +98,7 @@ def synthesise(texts: Sequence[str], voice: str, seed: int, speed: float = 1.0, 
 def speak(lines: Sequence[Line]) -> list[Floats]:
     """Return each line spoken, float32 [n] at 24 kHz, at one level and with at most EDGE_SECONDS of silence at its ends.
 
-    A framed line is whole frames instead, the first and the last of them silent.
+    A framed line is whole frames instead, the last of them silent.
 
     ValueError names a voice that is not known, or a line that gave no sound.
     """

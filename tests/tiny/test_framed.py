@@ -8,6 +8,7 @@ import pytest
 from engine.tiny import voices
 from engine.tiny.framed import FRAME, LEAD, MOST, MOST_LAST, TAIL, UNITS, Sound, counted, grouped, stretched
 from engine.tiny.voices import MAIN_VOICE, Line
+from tests.tiny.test_speech import needs
 
 SENTENCES = ("The gardener sold the brown mirror for sixty dollars.", "What is seven plus five?", "No. Yes!")
 
@@ -47,8 +48,7 @@ def test_units_of_sounds_end_where_their_frames_do():
 
 @pytest.fixture(scope="module")
 def spoken() -> list[voices.Floats]:
-    if (reason := voices.missing(MAIN_VOICE)) is not None:
-        pytest.skip(reason)
+    needs(MAIN_VOICE)
     return voices.speak([Line(text, MAIN_VOICE, 0, framed=True) for text in SENTENCES])
 
 

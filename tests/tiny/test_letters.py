@@ -21,6 +21,7 @@ from engine.tiny.letters import (
 )
 from engine.tiny.text import sentences
 from engine.tiny.voices import MAIN_VOICE
+from tests.tiny.test_speech import needs
 
 
 def test_letters_are_what_is_heard_of_a_text():
@@ -34,8 +35,7 @@ def test_every_frame_has_the_index_of_its_sound_and_one_that_is_not_known_is_sil
 
 
 def test_the_main_voice_says_nothing_that_is_no_sound():
-    if (reason := voices.missing(MAIN_VOICE)) is not None:
-        pytest.skip(reason)
+    needs(MAIN_VOICE)
     assert set("".join(map(voices.frame_sounds, sentences(0, 300)))) <= set(SOUNDS)
 
 
