@@ -17,6 +17,7 @@ from engine.tiny.score import Row
 from engine.tiny.shapes import config, parameters
 from engine.tiny.speech import Clip
 from engine.tiny.voices import MAIN_VOICE, SAMPLE_RATE, Line
+from tests.tiny.test_speech import needs
 
 RECIPE = Recipe(librispeech=True, copies=2, read=1234)
 SAID = ["One red cat sleeps.", "Two birds sing in the garden."]
@@ -30,11 +31,6 @@ LOG = [
     LogLine("thinker", 300.0, False, "Some GPU"),
     LogLine("thinker", 600.0, True, "Another GPU"),
 ]
-
-
-def needs_the_main_voice() -> None:
-    if (reason := voices.missing(MAIN_VOICE)) is not None:
-        pytest.skip(reason)
 
 
 def lines(*entries: dict[str, float]) -> str:
@@ -119,7 +115,7 @@ def test_a_training_too_short_for_a_curve_has_none(out: Path):
 
 
 def test_a_card_is_written_with_its_pictures_and_says_how_large_the_folder_is(out: Path):
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     size = card.write(out / "model", out, RECIPE)
     names = {path.name for path in (out / "model").iterdir()}
     assert names >= {CARD, CURVES, SPECTROGRAMS}
@@ -140,7 +136,7 @@ def test_pictures_are_the_same_every_time_and_small_for_five_long_sentences(out:
 def test_a_folder_or_pictures_too_large_and_a_score_without_the_part_are_refused(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     monkeypatch.setattr(card, "MAX_BYTES", 10_000)
     with pytest.raises(ValueError, match=r"bytes, at most 10000 may be shipped"):
         card.write(out / "model", out, RECIPE)
@@ -153,7 +149,7 @@ def test_a_folder_or_pictures_too_large_and_a_score_without_the_part_are_refused
 
 
 def test_of_a_model_that_says_nothing_silence_is_shown(out: Path):
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     row = Row("t2s_sentences", SAID[0], "", True, False, 0.0, 1.0, "nothing.wav")
     soundfile.write(out / "score" / "nothing.wav", np.zeros(0, dtype=np.float32), SAMPLE_RATE)
     shards.write_list(out / "score" / "rows.jsonl", [row])

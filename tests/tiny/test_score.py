@@ -16,14 +16,10 @@ from engine.tiny.score import Asked, Row, Served, Sizes, summary, table, wanted
 from engine.tiny.text import sentence_case, sentences, unseen_sentences
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE
 from tests.shared import shared
+from tests.tiny.test_speech import needs
 
 SENTENCES = ("a2t_sentences", "t2s_sentences", "t2s_sampled")
 SIZES = Sizes(sentences=2, unheard=3, questions=12, aloud=2)
-
-
-def needs_the_main_voice() -> None:
-    if (reason := voices.missing(MAIN_VOICE)) is not None:
-        pytest.skip(reason)
 
 
 def row(reference: str, text: str, **changes: object) -> Row:
@@ -69,7 +65,7 @@ def test_what_is_heard_is_compared_with_the_answer_the_reference_and_what_is_hea
 
 
 def test_what_is_asked_was_never_trained_and_what_can_not_be_asked_has_a_reason():
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     asked, skipped = wanted(SIZES, None, seed=0)
     parts = [one.part for one in asked]
     assert skipped["a2t_librispeech"] == "no folder of reference texts was named"
@@ -93,7 +89,7 @@ def test_what_is_asked_was_never_trained_and_what_can_not_be_asked_has_a_reason(
 
 
 def test_a_sentence_that_was_trained_is_not_asked():
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     first, second, third = unseen_sentences(0, 3)
     asked, _ = wanted(SIZES, None, 0, trained=[first, third])
     told = [one.example.answer for one in asked if one.part == "t2s_sentences"]
@@ -101,7 +97,7 @@ def test_a_sentence_that_was_trained_is_not_asked():
 
 
 def test_unheard_texts_come_from_test_clean():
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     folder = shared("data", "librispeech", "refs")
     asked, skipped = wanted(Sizes(1, 3, 1, 1), folder, seed=0)
     texts = [one.example.answer for one in asked if one.part == "a2t_librispeech"]
@@ -145,7 +141,7 @@ def test_speech_is_drawn_as_the_folder_says(tiny_checkpoint: Path, tmp_path: Pat
 
 
 def test_scores_are_of_the_rows_that_are_kept(tiny_checkpoint: Path, tmp_path: Path):
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     told: list[str] = []
     scores = score.score(tiny_checkpoint, tmp_path, sizes=Sizes(1, 1, 1, 1), tell=told.append)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -171,7 +167,7 @@ def test_without_the_main_voice_there_is_no_score(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_command_scores_a_folder(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path):
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     # The size of a real score would take minutes.
     monkeypatch.setattr(score, "score", functools.partial(score.score, sizes=Sizes(1, 1, 1, 1)))
     refs = shared("data", "librispeech", "refs")
@@ -183,7 +179,7 @@ def test_the_command_scores_a_folder(monkeypatch: pytest.MonkeyPatch, tiny_check
 
 
 def test_the_command_names_a_folder_or_device_that_can_not_be_scored(tiny_checkpoint: Path, tmp_path: Path):
-    needs_the_main_voice()
+    needs(MAIN_VOICE)
     faults = {"nowhere has no config.json": ["nowhere"], "--device 'tpu'": [str(tiny_checkpoint), "--device", "tpu"]}
     for message, words in faults.items():
         done = CliRunner().invoke(cli.app, ["tiny", "score", *words, "--out", str(tmp_path)])

@@ -29,6 +29,7 @@ from engine.tiny.shards import MOST_BYTES
 from engine.tiny.stages import HEARD, LEFT_EVERY, MODEL, SPOKEN, STAGES, Language, Plan, Sitting, done, run
 from engine.tiny.talker import Utterance
 from engine.tiny.voices import MAIN_VOICE
+from tests.tiny.test_speech import needs
 
 PLAN = replace(
     Plan.small(),
@@ -85,8 +86,7 @@ def thinker_state(out: Path) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """One training for all tests below: a short piece of `codec`, a break in `heard`, a short piece of `thinker`, the rest."""
-    if (reason := voices.missing(MAIN_VOICE)) is not None:
-        pytest.skip(reason)
+    needs(MAIN_VOICE)
     out = tmp_path_factory.mktemp("training")
     assert run(out, PLAN, ["texts", SPOKEN], tell=lambda line: None)
     short_piece(out, "codec")
