@@ -1,4 +1,4 @@
-"""How a checkpoint wants its text to be sampled, from `generation_config.json`. No torch."""
+"""How a checkpoint wants its text and speech to be sampled, from `generation_config.json`. No torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import CheckpointError
+from engine.request import Sampling
+
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopK = Annotated[int, Meta(ge=0, lt=2**31)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(gt=0, le=100)]
 
 
 class Generation(msgspec.Struct, frozen=True):
     """What holds for a request that doesn't say otherwise; a key that the file lacks leaves these values as they are.
 
-    `max_new_tokens` bounds the default only: who asks for more gets more.
+    `max_new_tokens` bounds the default only: who asks for more gets more. What begins with `talker_` is of speech.
     """
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: Penalty = 1.0
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 2048
+    talker_do_sample: bool = True
+    talker_temperature: Temperature = 0.9
+    talker_top_k: TopK = 50
+    talker_top_p: TopP = 1.0
+    talker_repetition_penalty: Penalty = 1.05
 
     @classmethod
     def load(cls, folder: Path) -> Generation:
@@ -36,3 +47,13 @@ class Generation(msgspec.Struct, frozen=True):
             return msgspec.convert({key: value for key, value in found.items() if value is not None}, cls)
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"{path}: {error}") from None
+
+    def speech(self, seed: int) -> Sampling:
+        """How the Talker's codes are drawn with `seed`."""
+        return Sampling(
+            temperature=self.talker_temperature if self.talker_do_sample else 0.0,
+            top_k=self.talker_top_k,
+            top_p=self.talker_top_p,
+            repetition_penalty=self.talker_repetition_penalty,
+            seed=seed,
+        )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from engine.errors import RequestError
+from engine.model.generation import Generation
 from engine.model.processor import Inputs, Processor
 from engine.request import Request, Sampling, Speech
 from engine.server.fields import most_marks
+from engine.server.openai import TalkerFields
 from engine.server.protocol import GenerateFields, SpeechFields, parse
+
+T = TypeVar("T")
 
 
 def prepare(
@@ -30,7 +35,7 @@ def prepare(
         prompt_ids=[],
         max_tokens=fields.max_tokens,
         sampling=_sampling(fields, bias),
-        speech=_speech(fields.speech or SpeechFields()) if "audio" in fields.output else None,
+        speech=_speech(fields.speech or SpeechFields(), processor.generation) if "audio" in fields.output else None,
         emit_text="text" in fields.output,
         ignore_eos=fields.ignore_eos,
         stop=fields.stop,
@@ -71,18 +76,27 @@ def _sampling(fields: GenerateFields, bias: dict[int, float]) -> Sampling:
     )
 
 
-def _speech(fields: SpeechFields) -> Speech:
-    sampling = Sampling(
-        temperature=fields.temperature,
-        top_k=fields.top_k,
-        top_p=fields.top_p,
-        repetition_penalty=fields.repetition_penalty,
-        seed=fields.seed,
-    )
+def _speech(fields: SpeechFields, default: Generation) -> Speech:
     return Speech(
         voice=fields.voice,
         max_frames=fields.max_frames,
-        sampling=sampling,
+        sampling=talker_sampling(fields, default.speech(fields.seed)),
         ignore_eos=fields.ignore_eos,
         codes=fields.codes,
     )
+
+
+def talker_sampling(fields: SpeechFields | TalkerFields, default: Sampling) -> Sampling:
+    """How the Talker's codes are drawn: as `fields` ask, and where they don't, as `default` says."""
+    return Sampling(
+        temperature=either(fields.temperature, default.temperature),
+        top_k=either(fields.top_k, default.top_k),
+        top_p=either(fields.top_p, default.top_p),
+        repetition_penalty=either(fields.repetition_penalty, default.repetition_penalty),
+        seed=default.seed,
+    )
+
+
+def either(asked: T | None, default: T) -> T:
+    """What was asked, or the default where nothing was."""
+    return default if asked is None else asked

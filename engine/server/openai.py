@@ -165,13 +165,16 @@ class AudioOut(Fields):
 
 
 class TalkerFields(Fields):
-    """The extension `speech`: how the Talker speaks. `max_frames` counts frames of 80 ms."""
+    """The extension `speech`: how the Talker speaks. `max_frames` counts frames of 80 ms.
+
+    What draws its codes is the checkpoint's own where it isn't given.
+    """
 
     max_frames: Count | None = None
-    temperature: Temperature = 0.9
-    top_k: TopK = 50
-    top_p: TopP = 1.0
-    repetition_penalty: Penalty = 1.05
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    repetition_penalty: Penalty | None = None
     seed: Seed | None = None
     ignore_eos: bool = False
 

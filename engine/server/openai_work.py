@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -21,7 +20,7 @@ from engine.model.processor import Inputs, Processor
 from engine.request import Request, Sampling, Speech
 from engine.server import openai
 from engine.server.fields import from_base64, is_base64, shown
-from engine.server.generate import check_ids
+from engine.server.generate import check_ids, either, talker_sampling
 
 _SEEDS = 2**63
 # What is repeated has the tokens of what was asked for, and nobody takes two seconds to speak one. Both bounds get this slack,
@@ -35,7 +34,6 @@ _AS_LONG_AS_FITS = 2**31 - 1
 _MOST_ESCAPES = 1 << 20
 _MOST_FRAMES = 4096  # 328 seconds, as far as the checkpoint's own settings go
 
-T = TypeVar("T")
 Unwanted = Callable[[], bool]
 
 
@@ -67,9 +65,10 @@ def chat_requests(processor: Processor, fields: openai.ChatFields, unwanted: Unw
     asked = fields.max_completion_tokens or fields.max_tokens
     seed = _seed(fields.seed)
     draft = _draft(processor, fields, "chatcmpl", seed, asked or processor.generation.max_new_tokens)
+    voice = fields.audio.voice if fields.audio else None
     draft = msgspec.structs.replace(
         draft,
-        speech=_speech(fields.speech, fields.audio.voice if fields.audio else None, seed) if fields.speaks else None,
+        speech=_speech(fields.speech, voice, processor.generation, seed) if fields.speaks else None,
         logprobs=fields.top_logprobs if fields.logprobs else None,
     )
     inputs = Inputs(
@@ -107,7 +106,7 @@ def speech_request(processor: Processor, fields: openai.SpeechFields, unwanted: 
         id=f"speech-{uuid.uuid4().hex}",
         prompt_ids=[],
         max_tokens=_AS_LONG_AS_FITS,
-        speech=_speech(fields.speech, fields.voice, _seed(None)),
+        speech=_speech(fields.speech, fields.voice, processor.generation, _seed(None)),
         emit_text=False,
     )
     free = fields.speech is None or fields.speech.max_frames is None
@@ -206,11 +205,11 @@ def _draft(processor: Processor, fields: openai.TextFields, kind: str, seed: int
 
 def _sampling(fields: openai.TextFields, default: Generation, bias: dict[int, float], seed: int) -> Sampling:
     return Sampling(
-        temperature=_either(fields.temperature, default.temperature),
-        top_k=max(_either(fields.top_k, default.top_k), 0),
-        top_p=_either(fields.top_p, default.top_p),
-        min_p=_either(fields.min_p, default.min_p),
-        repetition_penalty=_either(fields.repetition_penalty, default.repetition_penalty),
+        temperature=either(fields.temperature, default.temperature),
+        top_k=max(either(fields.top_k, default.top_k), 0),
+        top_p=either(fields.top_p, default.top_p),
+        min_p=either(fields.min_p, default.min_p),
+        repetition_penalty=either(fields.repetition_penalty, default.repetition_penalty),
         frequency_penalty=fields.frequency_penalty,
         presence_penalty=fields.presence_penalty,
         logit_bias=bias,
@@ -218,22 +217,12 @@ def _sampling(fields: openai.TextFields, default: Generation, bias: dict[int, fl
     )
 
 
-def _either(asked: T | None, default: T) -> T:
-    return default if asked is None else asked
-
-
-def _speech(fields: openai.TalkerFields | None, voice: str | None, seed: int) -> Speech:
+def _speech(fields: openai.TalkerFields | None, voice: str | None, default: Generation, seed: int) -> Speech:
     fields = fields or openai.TalkerFields()
     return Speech(
         voice=voice or openai.DEFAULT_VOICE,
         max_frames=fields.max_frames or _MOST_FRAMES,
-        sampling=Sampling(
-            temperature=fields.temperature,
-            top_k=fields.top_k,
-            top_p=fields.top_p,
-            repetition_penalty=fields.repetition_penalty,
-            seed=seed if fields.seed is None else fields.seed,
-        ),
+        sampling=talker_sampling(fields, default.speech(either(fields.seed, seed))),
         ignore_eos=fields.ignore_eos,
     )
 

@@ -53,14 +53,17 @@ def _one_or_many(value: object) -> object:
 
 
 class SpeechFields(Fields):
-    """The `speech` object: how the Talker speaks. `max_frames` counts frames of 80 ms."""
+    """The `speech` object: how the Talker speaks. `max_frames` counts frames of 80 ms.
+
+    What draws its codes is the checkpoint's own where it isn't given.
+    """
 
     voice: Voice = "ethan"
     max_frames: Count = 4096
-    temperature: Temperature = 0.9
-    top_k: TopK = 50
-    top_p: TopP = 1.0
-    repetition_penalty: Penalty = 1.05
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    repetition_penalty: Penalty | None = None
     seed: Seed = 0
     ignore_eos: bool = False
     codes: bool = False

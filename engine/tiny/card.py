@@ -366,8 +366,9 @@ training never saw, text always greedy. WER of the text compares words in lower 
 
 For speech, {judge.NAME} writes down what it hears, and words are compared after Whisper's own normaliser (numerals,
 prices, spelling): against the answer's own text, which is what the Talker was to say; against the reference; and, as a
-measure of the recogniser's own faults, its transcript of {MAIN_VOICE} saying the references. Sampled speech is drawn
-with the folder's generation defaults and fixed seeds. Speech is cut off at {MOST_LENGTHS:g} times the natural length.
+measure of the recogniser's own faults, its transcript of {MAIN_VOICE} saying the references. Speech that is not greedy is
+drawn as released checkpoints draw it (temperature 0.9, top-k 50, repetition penalty 1.05), with fixed seeds; the folder's own
+default is greedy. Speech is cut off at {MOST_LENGTHS:g} times the natural length.
 """
 
 

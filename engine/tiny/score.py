@@ -1,8 +1,8 @@
 """Scores of a trained folder, asked through the engine: what it hears, answers and says, on texts that training never saw.
 
-Texts are greedy and so is speech, but for the part `t2s_sampled`, whose speech is drawn as the folder's own generation defaults
-say, with fixed seeds. Words that were written are compared in lower case without marks. What was said is written down by a
-recogniser, where there is one, and compared as `judge` does it, three ways in per cent of words:
+Texts are greedy and so is speech, but for the part `t2s_sampled`, whose speech is drawn as released checkpoints draw it, with
+fixed seeds. Words that were written are compared in lower case without marks. What was said is written down by a recogniser,
+where there is one, and compared as `judge` does it, three ways in per cent of words:
 
     heard_wer            what is heard in the speech, against the answer's own text: the Talker's and the recogniser's faults
     heard_reference_wer  the same against the reference: the Thinker's faults too
@@ -22,13 +22,12 @@ from pathlib import Path
 from random import Random
 
 import jiwer
-import msgspec
 import numpy as np
 import soundfile
 
 from engine.config import EngineSettings, SettingError, switches_off
 from engine.engine import Engine, kernel_options
-from engine.errors import CheckpointError
+from engine.model.generation import Generation
 from engine.model.omni import load_model
 from engine.model.processor import Inputs, Processor
 from engine.request import Event, Request, Sampling, Speech
@@ -109,35 +108,6 @@ class Row:
     wav: str | None = None
     heard: str | None = None
     natural_heard: str | None = None
-
-
-class _TalkerDefaults(msgspec.Struct, frozen=True):
-    """What `generation_config.json` says of speech; a key that the file lacks leaves Hugging Face's own value."""
-
-    talker_do_sample: bool = True
-    talker_temperature: float = 0.9
-    talker_top_k: int = 50
-    talker_top_p: float = 1.0
-    talker_repetition_penalty: float = 1.05
-
-    @classmethod
-    def load(cls, folder: Path) -> _TalkerDefaults:
-        """Read the file of a model folder, if there is one; CheckpointError names a value of another type."""
-        path = folder / "generation_config.json"
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=cls) if path.is_file() else cls()
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-
-    def sampling(self, seed: int) -> Sampling:
-        """How speech is drawn with `seed`."""
-        return Sampling(
-            temperature=self.talker_temperature if self.talker_do_sample else 0.0,
-            top_k=self.talker_top_k,
-            top_p=self.talker_top_p,
-            repetition_penalty=self.talker_repetition_penalty,
-            seed=seed,
-        )
 
 
 def score(
@@ -257,7 +227,6 @@ class Served:
         model = load_model(folder, device=device, dtype=options.dtype, options=options)
         self.engine = Engine(model, settings)
         self.processor = Processor.load(folder, model.config, self.engine.max_model_len)
-        self.defaults = _TalkerDefaults.load(folder)
 
     def answers(self, asked: Sequence[Asked], natural_seconds: Sequence[float]) -> list[Answer]:
         """Ask everything at once and return the answers in order; RuntimeError when the engine fails a request.
@@ -279,7 +248,7 @@ class Served:
 
     def _request(self, name: str, one: Asked, seconds: float) -> Request:
         frames = math.ceil(MOST_LENGTHS * seconds * FRAMES_PER_SECOND)
-        sampling = Sampling() if one.draw is None else self.defaults.sampling(one.draw)
+        sampling = Sampling() if one.draw is None else Generation().speech(one.draw)
         speech = Speech(voice=VOICE, max_frames=frames, sampling=sampling) if one.aloud else None
         draft = Request(id=name, prompt_ids=[], max_tokens=MOST_TOKENS, speech=speech)
         audio = [] if one.heard is None else [wav(one.heard)]

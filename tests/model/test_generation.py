@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.errors import CheckpointError
 from engine.model.generation import Generation
+from engine.request import Sampling
 
 
 def written(folder: Path, content: object) -> Path:
@@ -21,16 +23,22 @@ def test_without_a_file_or_a_key_text_is_sampled_as_it_is(tmp_path: Path, tiny_c
     assert Generation.load(tmp_path) == Generation.load(tiny_checkpoint) == plain
 
 
-def test_keys_of_the_file_hold_and_null_and_the_talkers_do_not_count(tmp_path: Path):
-    content = {
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": 0.95,
-        "min_p": None,
-        "talker_temperature": 0.9,
-        "do_sample": True,
-    }
+def test_keys_of_the_file_hold_and_null_and_unknown_ones_do_not_count(tmp_path: Path):
+    content = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "talker_top_k": None, "do_sample": True}
     assert Generation.load(written(tmp_path, content)) == Generation(temperature=0.6, top_k=20, top_p=0.95)
+
+
+def test_speech_is_drawn_as_released_checkpoints_draw_it_where_the_file_says_nothing(tmp_path: Path):
+    drawn = Sampling(temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05, seed=3)
+    assert Generation.load(tmp_path).speech(3) == Generation.load(written(tmp_path, {"top_k": 7})).speech(3) == drawn
+
+
+def test_speech_is_drawn_as_the_file_says(tmp_path: Path):
+    content = {"talker_temperature": 0.4, "talker_top_k": 9, "talker_top_p": 0.5, "talker_repetition_penalty": 1.2}
+    drawn = Sampling(temperature=0.4, top_k=9, top_p=0.5, repetition_penalty=1.2, seed=3)
+    assert Generation.load(written(tmp_path, content)).speech(3) == drawn
+    greedy = Generation.load(written(tmp_path, content | {"talker_do_sample": False})).speech(3)
+    assert greedy == msgspec.structs.replace(drawn, temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,8 @@ def test_keys_of_the_file_hold_and_null_and_the_talkers_do_not_count(tmp_path: P
         ({"top_k": 2.5}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"talker_do_sample": 1}, "talker_do_sample"),
+        ({"talker_temperature": -1}, "talker_temperature"),
         ([], "object"),
     ],
 )

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.model.config import OmniConfig
+from engine.model.generation import Generation
 from engine.model.omni import load_model
 from engine.model.weights import expected_tensors
+from engine.request import Sampling
 from engine.tiny import tokenizer
 from engine.tiny.export import VISION, write_trained
 from engine.tiny.shapes import MAX_BYTES, config
@@ -35,6 +37,7 @@ def test_the_engine_loads_what_was_written_rounded_to_bfloat16(tmp_path: Path, t
     wanted = trained["thinker.model.embed_tokens.weight"]
     assert torch.equal(model.thinker.embedding, wanted.bfloat16().float())
     assert model.talker is not None and model.code2wav is not None
+    assert Generation.load(tmp_path).speech(0) == Sampling(top_k=50)
 
 
 @pytest.mark.hf

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engine.errors import CheckpointError, WalkgateError
-from engine.request import Sampling
+from engine.errors import WalkgateError
 from engine.server import cli
 from engine.tiny import judge, score, tasks, voices
 from engine.tiny.score import Asked, Row, Served, Sizes, summary, table, wanted
@@ -125,19 +124,6 @@ def test_answers_come_in_order_and_speech_is_bounded(tiny_checkpoint: Path):
     assert len({bytes(answer.pcm) for answer in together[2:]}) == 3
     # Whole frames of 80 ms.
     assert together[2].seconds <= 3 * 0.4 + 0.08
-
-
-def test_speech_is_drawn_as_the_folder_says(tiny_checkpoint: Path, tmp_path: Path):
-    served = Served(tiny_checkpoint, "cpu")
-    assert served.defaults.sampling(7) == Sampling(temperature=0.9, top_k=50, repetition_penalty=1.05, seed=7)
-    defaults = type(served.defaults)
-    assert defaults.load(tmp_path).sampling(7) == served.defaults.sampling(7)
-    path = tmp_path / "generation_config.json"
-    path.write_text('{"talker_do_sample": false, "talker_top_k": 3}')
-    assert defaults.load(tmp_path).sampling(0) == Sampling(top_k=3, repetition_penalty=1.05)
-    path.write_text('{"talker_top_k": "many"}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*talker_top_k"):
-        defaults.load(tmp_path)
 
 
 def test_scores_are_of_the_rows_that_are_kept(tiny_checkpoint: Path, tmp_path: Path):
