@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,8 @@ MOST_THREADS = 1024
 MOST_KV_PAGES = 1 << 22  # 67 million positions of 16 a page
 MOST_BATCH = 4096
 MOST_BODY_MB = 4096
+# Libraries read it when they are loaded.
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 API_KEY_VARIABLE = "WALKGATE_API_KEY"
 
 
@@ -214,3 +217,17 @@ def child_environment(source_root: Path) -> dict[str, str]:
     rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(source_root)]
     kept = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(source_root), *rest])}
+
+
+@contextmanager
+def children_with_one_thread() -> Iterator[None]:
+    """Let the libraries of child processes that are started meanwhile (NumPy's BLAS, PyTorch) compute with one thread."""
+    before = os.environ.get(THREADS_VARIABLE)
+    os.environ[THREADS_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[THREADS_VARIABLE]
+        else:
+            os.environ[THREADS_VARIABLE] = before

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config import children_with_one_thread
 from engine.parent import die_with_parent
 
 MANIFEST = "manifest.jsonl"
@@ -68,11 +70,17 @@ def _mapped(path: Path) -> NDArray[Any]:
     return mapped
 
 
-def pool(workers: int) -> ProcessPoolExecutor:
-    """Processes that end with this one, however it ends."""
+@contextmanager
+def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes of one thread each that end with this one, however it ends."""
     # Spawned, since the caller may hold a CUDA context or threads, which a fork would break.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, initializer=die_with_parent, initargs=(os.getpid(),))
+    # Processes that all use all cores wait for each other.
+    with (
+        children_with_one_thread(),
+        ProcessPoolExecutor(workers, context, initializer=die_with_parent, initargs=(os.getpid(),)) as processes,
+    ):
+        yield processes
 
 
 def make(

@@ -374,8 +374,6 @@ def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
 
 
 def _encode(folder: Path, name: str, out: Path, plan: Plan, clips: Sequence[speech.Clip]) -> None:
-    # Processes that all use all cores wait for each other.
-    torch.set_num_threads(1)
     codec, axes = _encoder(out, plan)
     waves = [torch.from_numpy(speech.read(out / SPOKEN, clip)).to(plan.device) for clip in clips]
     parts = [axes.encode(codec.latents(wave)).cpu().numpy().astype(np.uint8) for wave in waves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
-from engine.config import child_environment
+from engine.config import THREADS_VARIABLE, child_environment
 from engine.tiny import shards
 from tests.shared import REPOSITORY
 
@@ -49,6 +51,20 @@ def test_a_shard_is_opened_once_for_all_that_is_read_of_it(tmp_path: Path):
     kept += [shards.read(tmp_path, "a.npy", row, 1) for row in range(50)]
     assert process.num_fds() == opened
     assert [part.item() for part in kept] == [0, *range(50)]
+
+
+def threads(_: int) -> int:
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_a_process_of_a_pool_computes_with_one_thread(before: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(THREADS_VARIABLE, raising=False)
+    if before is not None:
+        monkeypatch.setenv(THREADS_VARIABLE, before)
+    with shards.pool(1) as processes:
+        assert list(processes.map(threads, range(2))) == [1, 1]
+    assert os.environ.get(THREADS_VARIABLE) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
