@@ -559,7 +559,7 @@ def plant_change(
 
     `gate plant flip ../scratch --prompt p00`
 
-    `gate plant mute ../scratch --layer 2 --attention-head 3`
+    `gate plant mute ../scratch --layer 2 --attention-head 2`
     """
     with _reported():
         if kind not in plant.KINDS:
