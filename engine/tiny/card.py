@@ -28,6 +28,8 @@ from engine.tiny.shapes import CODES, MAX_BYTES, VOCAB, parameters
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
 
 CARD, CURVES, SPECTROGRAMS = "README.md", "curves.png", "spectrograms.png"
+# The folder of another training by the same plan, in that of this one.
+RERUN = "rerun"
 MOST_PICTURE_BYTES = 150_000
 # Clips that are shown: the first of this part of the score.
 SHOWN_PART, SHOWN = "t2s_sentences", 5
@@ -197,13 +199,14 @@ def _log(path: Path) -> list[dict[str, Any]]:
 def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
     """The card of the model in `folder`; `shown` are the sentences of the spectrograms."""
     log = shards.read_list(out / "log.jsonl", LogLine)
-    found = json.loads((out / "score" / "scores.json").read_text(encoding="utf-8"))
+    found = _found(out)
     parts = [
         _introduction(folder.name),
         _sizes(OmniConfig.load(folder)),
         _data(out, log, recipe),
         _training(out, log),
         _scores(found),
+        *([_rerun(out / RERUN)] if (out / RERUN).exists() else []),
         _pictures(shown),
         _limits(found),
         _LICENCE,
@@ -347,17 +350,37 @@ def _steps(out: Path, stage: str) -> str:
     return f"{lines[-1]['step']:,}" if lines else "–"
 
 
-def _scores(found: Mapping[str, Any]) -> str:
+def _found(out: Path) -> dict[str, Any]:
+    """What a training in `out` scored."""
+    found: dict[str, Any] = json.loads((out / "score" / "scores.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _score_table(found: Mapping[str, Any]) -> str:
     columns = [column for column in _COLUMNS if any(column in values for values in found["scores"].values())]
     rows = [
         (_PARTS[part], *(f"{values[column]:g}" if column in values else "–" for column in columns))
         for part, values in found["scores"].items()
     ]
+    return _table(("part", *(_COLUMNS[column] for column in columns)), rows)
+
+
+def _rerun(out: Path) -> str:
+    return f"""## A rerun
+
+The same command, from nothing, once more. A training is planned in minutes, so no two make the same weights. This one took
+{_minutes(shards.read_list(out / "log.jsonl", LogLine))} minutes with all starts, and its model scored:
+
+{_score_table(_found(out))}
+"""
+
+
+def _scores(found: Mapping[str, Any]) -> str:
     skipped = "".join(f"\nNot measured: `{name}`, since {reason}.\n" for name, reason in found["skipped"].items())
     dtype = "float32 on a CPU" if found["device"] == "cpu" else "bfloat16 on a GPU"
     return f"""## Scores
 
-{_table(("part", *(_COLUMNS[column] for column in columns)), rows)}
+{_score_table(found)}
 
 All but the number of requests are per cent.
 {skipped}

@@ -11,7 +11,7 @@
     decoder  the codec's decoder, trained on with the codes that the Talker foresees
     export   the model folder, in export/omni-tiny
     score    what the engine makes of that folder
-    card     the model card, in that folder
+    card     the model card, in that folder; of a whole other training in the folder `rerun` it tells what that gave
 
 A file `done` in a folder says that its stage is over; such a stage is skipped, and one without it goes on where it stands. So
 stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly made anew, the others are
@@ -577,9 +577,17 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
 
 
 def describe(out: Path, plan: Plan, sitting: Sitting) -> None:
-    """Write the model card into the model folder; ValueError when that would be too large, or the main voice can't speak."""
+    """Write the model card into the model folder.
+
+    ValueError when that would be too large, the main voice can't speak, or a rerun was not by the same plan.
+    """
     begun = workdir.begun(out)
     assert begun is not None
+    rerun = out / card.RERUN
+    if rerun.exists():
+        other = workdir.begun(rerun)
+        if other is None or msgspec.structs.replace(other, seed=begun.seed) != begun:
+            raise ValueError(f"{rerun} holds no training by the plan of {out}; take it away, or bring one that does")
     recipe = card.Recipe(librispeech=begun.librispeech, copies=begun.copies, read=begun.read)
     size = card.write(out / "export" / MODEL, out, recipe)
     sitting.listener(f"card: the model folder has {size} bytes")

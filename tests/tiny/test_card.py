@@ -99,6 +99,19 @@ def test_the_card_tells_what_the_files_say_and_leaves_open_what_they_do_not(out:
     assert str(out) not in text
 
 
+def test_the_card_says_what_a_rerun_gave(out: Path):
+    assert "## A rerun" not in card.text(out / "model", out, RECIPE, SAID)
+    rerun = out / card.RERUN
+    (rerun / "score").mkdir(parents=True)
+    scores = {"scores": {"t2t_questions": {"count": 200, "exact": 94.5}}}
+    (rerun / "score" / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
+    (rerun / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("thinker", 600.0, True)) + b"\n")
+    told = card.text(out / "model", out, RECIPE, SAID)
+    told = told[told.index("## A rerun") : told.index("## What it sounds like")]
+    assert "\n10.0 minutes with all starts" in told
+    assert "| answer held-out questions | 200 | 94.5 |" in told
+
+
 def test_without_texts_of_others_and_a_length_that_nobody_kept_it_says_so(out: Path):
     (out / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("heard", 60.0, True)) + b"\n")
     text = card.text(out / "model", out, Recipe(librispeech=False, copies=1, read=0), SAID)

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -131,6 +132,24 @@ def test_the_log_says_where_a_stage_ran_and_how_long_its_speech_is(trained: Trai
     seconds = sum(clip.seconds for clip in speech.manifest(trained.out / SPOKEN))
     assert spoken.hours == {MAIN_VOICE: pytest.approx(seconds / 3600, abs=1e-4)}
     assert {line.stage for line in log if line.hours} == {SPOKEN, HEARD}
+
+
+def test_a_card_tells_of_a_rerun_by_the_same_plan_only(trained: Trained, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out)
+    shutil.copytree(trained.out, out / card.RERUN)
+    kept = workdir.begun(out)
+    assert kept is not None
+    for change, words in (({"seed": 1}, None), ({"read": 41}, "rerun holds no training by the plan of")):
+        (out / "card" / stages.DONE).unlink()
+        (out / card.RERUN / "plan.json").unlink()
+        workdir.begin(out / card.RERUN, msgspec.structs.replace(kept, **change))
+        if words is None:
+            assert run(out, PLAN, ["card"], tell=lambda line: None)
+            assert "## A rerun" in (out / "export" / MODEL / card.CARD).read_text(encoding="utf-8")
+        else:
+            with pytest.raises(WalkgateError, match=words):
+                run(out, PLAN, ["card"], tell=lambda line: None)
 
 
 def test_the_card_lies_in_the_model_folder_and_tells_of_this_training(trained: Trained):
