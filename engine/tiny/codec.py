@@ -377,12 +377,6 @@ class ResidualQuantizer(nn.Module):
         passed = (rows + (joined - rows).detach()).view_as(latents)
         return Quantized(passed, torch.cat(codes), torch.cat(residuals), off / self.levels)
 
-    def encode(self, latents: Tensor, table: Tensor) -> Tensor:
-        """Codes [B, Q, T] int64 of `latents` [B, T, H] by `table` [Q * K, H]."""
-        everything = torch.full((latents.shape[0],), self.books, device=latents.device)
-        codes = self.forward(latents, table, everything).codes
-        return codes.view(self.books, *latents.shape[:2]).transpose(0, 1)
-
     @torch.no_grad()
     def start(self, latents: Tensor, table: Tensor, generator: torch.Generator) -> None:
         """Put every book of `table` [Q * K, H] on clusters of what reaches it from `latents` [B, T, H]."""
@@ -514,14 +508,3 @@ class Codec(nn.Module):
         padded = F.pad(wave, (0, -len(wave) % self.decoder.frame))
         found: Tensor = self.encoder(padded[None])[0]
         return found
-
-    @torch.no_grad()
-    def encode(self, wave: Tensor) -> Tensor:
-        """Codes [quantizers, frames] int64 by the quantizer of `wave` [N], padded as `latents` does."""
-        return self.quantizer.encode(self.latents(wave)[None], self.table)[0]
-
-    @torch.no_grad()
-    def decode(self, codes: Tensor) -> Tensor:
-        """Samples [n] of `codes` [quantizers, T] int64, as `Decoder.speak` counts them."""
-        wave: Tensor = self.decoder(codes[None])
-        return wave[0]

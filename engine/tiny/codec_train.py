@@ -444,11 +444,6 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float(difference.abs().mean()) * DECIBELS
 
 
-def average_distance(codec: Codec, waves: Sequence[Tensor]) -> float:
-    """Mean `distance` of utterances [n] from what the codec makes of them, in decibels."""
-    return sum(distance(codec.decode(codec.encode(wave))[None], wave[None]) for wave in waves) / len(waves)
-
-
 def train(
     waves: Sequence[NDArray[np.int16]],
     out: Path,
