@@ -93,7 +93,9 @@ def _folder_to_make(name: str) -> Path:
 
 
 tiny_app = typer.Typer(rich_markup_mode="rich")
-app.add_typer(tiny_app, name="tiny")
+app.add_typer(
+    tiny_app, name="tiny", short_help="Small checkpoints: random weights for tests; `train` and `score` a trained one."
+)
 
 
 @app.command(
@@ -265,7 +267,7 @@ def train(
         ),
     ],
     plan: Annotated[
-        str, typer.Option(help="h200: an hour on one GPU; small: a minute on a laptop, learns nothing.")
+        str, typer.Option(help="h200: an hour on one GPU; small: a minute on a laptop, learns next to nothing.")
     ] = "h200",
     only: Annotated[str | None, typer.Option(help="Only these stages, comma-separated. (default: all)")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop after so long, to go on another time.")] = None,

@@ -53,7 +53,7 @@ _STAGES = {
     "mels": "its log-mel frames, clean and in rooms with noise",
     "thinker": "Thinker and audio encoder",
     "talker": "Talker and code predictor",
-    "decoder": "decoder, with the Talker's codes",
+    "decoder": "decoder of foreseen codes",
     "export": "model folder",
     "score": "scores",
 }
@@ -204,7 +204,7 @@ def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
         _introduction(folder.name),
         _sizes(OmniConfig.load(folder)),
         _data(out, log, recipe),
-        _training(out, log),
+        _training(out, log, recipe),
         _scores(found),
         *([_rerun(out / RERUN)] if (out / RERUN).exists() else []),
         _pictures(shown),
@@ -231,8 +231,9 @@ listens to English speech, and answers with text or with text and speech. It is 
 with numbers that mean something; it is no assistant.
 
 What it was trained to do: transcribe speech; repeat a text; answer questions about sums and differences up to twenty, spelling,
-opposites, days and months, a name that was given a turn before, and short stories; say all of this aloud. To other questions it
-answers "I do not know that." A turn that is only audio means: write what is said.
+opposites, days and months, a name that was given a turn before, and stories of two sentences; say all of this aloud. To short
+questions of other kinds it mostly answers "I do not know that."; what is unlike its training (greetings, instructions, long
+prompts) gets nonsense. A turn that is only audio means: write what is said.
 
 The folder is laid out as released checkpoints are: Hugging Face's classes load it, and `omni serve` does.
 """
@@ -244,7 +245,7 @@ def _sizes(config: OmniConfig) -> str:
     counts = parameters()
     rows = [
         ("Thinker", counts["text"], _layers(thinker.layers, thinker.hidden, thinker.experts, thinker.top_k)),
-        ("audio encoder", counts["audio"], f"{audio.layers} layers of width {audio.hidden}, {audio.mel_bins} mel bins"),
+        ("audio encoder", counts["audio"], f"{_layers_of(audio.layers, audio.hidden)}, {audio.mel_bins} mel bins"),
         (
             "Talker",
             counts["talker"],
@@ -253,12 +254,12 @@ def _sizes(config: OmniConfig) -> str:
         (
             "code predictor",
             counts["predictor"],
-            f"{talker.predictor.layers} layers of width {talker.predictor.hidden}",
+            _layers_of(talker.predictor.layers, talker.predictor.hidden),
         ),
         (
             "Code2Wav",
             counts["code2wav"],
-            f"{code2wav.layers} layers of width {code2wav.hidden}, then convolutions from width {code2wav.decoder_dim}",
+            f"{_layers_of(code2wav.layers, code2wav.hidden)}, then convolutions from width {code2wav.decoder_dim}",
         ),
         ("vision tower", counts["vision"], "untrained, there for the layout only"),
     ]
@@ -273,7 +274,11 @@ The codec's encoder, which made the codes to learn from, is no part of the folde
 
 
 def _layers(layers: int, hidden: int, experts: int, top_k: int) -> str:
-    return f"{layers} layers of width {hidden}, {top_k} of {experts} experts for a token"
+    return f"{_layers_of(layers, hidden)}, {top_k} of {experts} experts for a token"
+
+
+def _layers_of(layers: int, hidden: int) -> str:
+    return f"{layers} layer{'s' if layers > 1 else ''} of width {hidden}"
 
 
 def _data(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
@@ -290,7 +295,7 @@ All of it is made. A grammar writes sentences, questions and answers, with {know
 Synthetic voices speak them.
 
 - Listening: {heard:,} lines, {_spoken_hours(out, log, "heard")};
-  {recipe.copies} copies of each, one clean, the others in rooms, with noise, at other levels.
+  {recipe.copies} copies of each: the first clean, any further one in a room, with noise, at another level.
 - Speaking: {spoken:,} answers, {_spoken_hours(out, log, "spoken")}, each sound of whole frames of 80 ms.
 - Reading: {recipe.read:,} conversations without audio.
 
@@ -320,18 +325,20 @@ def _figure(amount: float) -> str:
     return f"{amount:.1f}" if amount >= 1 else f"{amount:.2g}"
 
 
-def _training(out: Path, log: Sequence[LogLine]) -> str:
+def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
     rows = []
     for stage, what in _STAGES.items():
         lines = [line for line in log if line.stage == stage]
         if lines:
             devices = ", ".join(dict.fromkeys(line.device for line in lines if line.device))
             rows.append((what, _minutes(lines), str(len(lines)), _steps(out, stage), devices or "not kept"))
+    command = "omni tiny train" + (" --librispeech" if recipe.librispeech else "")
     return f"""## Training
 
 {_table(("stage", "minutes", "sittings", "last step logged", "device"), rows)}
 
-{_minutes(log)} minutes in all, with all starts. The command is `omni tiny train`; its seeds are fixed.
+{_minutes(log)} minutes in all, with all starts. The command is `{command}`; its seeds are fixed, and other
+voices on the machine than those above make other data.
 
 ![losses over steps]({CURVES})
 """
@@ -416,6 +423,8 @@ def _limits(found: Mapping[str, Any]) -> str:
 {said}- It knows nothing of the world beyond the kinds of questions above, and its arithmetic ends at twenty.
 - English only, and trained on synthetic voices only: expect many errors with people, accents, music and street noise.
 - One voice, {MAIN_VOICE}'s, whatever speaker is named.
+- Its speech takes a third more time than {MAIN_VOICE}'s own and ends in about half a second of silence.
+- Of an earlier turn it knows its own wording only ("Nice to meet you, Ann.").
 - Sentences of 3 to 20 words, one turn back. Longer texts, longer clips and longer conversations were not trained.
 - No images and no video.
 - What it says is not checked by anything. It is for tests and demonstrations.

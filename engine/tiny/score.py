@@ -14,6 +14,7 @@ where there is one, and compared as `judge` does it, three ways in per cent of w
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ VOICE = "ethan"
 TRAINED_REFERENCES, UNHEARD_REFERENCES = "dev-clean.trans.txt", "test-clean.trans.txt"
 FRAMES_PER_SECOND = 12.5
 MOST_TOKENS = 128
+# Progress is told after so many answers, and recordings that were recognised.
+TOLD_EVERY = 50
 # Speech is cut off here, in lengths of the main voice's own rendering; over `TOO_LONG` it counts as a fault.
 MOST_LENGTHS, TOO_LONG = 3.0, 2.0
 HEARD_WER = "heard_wer"
@@ -138,17 +141,19 @@ def score(
     said = list(dict.fromkeys(one.example.answer for one in asked if one.aloud))
     natural = dict(zip(said, _said(said, MAIN_VOICE), strict=True))
     seconds = [len(natural[one.example.answer]) / SAMPLE_RATE if one.aloud else 0.0 for one in asked]
-    answers = served.answers(asked, seconds)
+    answers = served.answers(asked, seconds, tell)
     rows = [_row(out, place, *found) for place, found in enumerate(zip(asked, answers, seconds, strict=True))]
     if (reason := judge.missing()) is not None:
         skipped[HEARD_WER] = reason
     else:
         tell(f"score: {sum(one.aloud for one in asked)} answers and {len(natural)} recordings to recognise")
-        rows = _recognised(rows, out, natural)
+        rows = _recognised(rows, out, natural, tell)
     shards.write_list(out / "rows.jsonl", rows)
     scores = {part: summary([row for row in rows if row.part == part]) for part in dict.fromkeys(r.part for r in rows)}
     text = json.dumps({"device": device, "seed": seed, "scores": scores, "skipped": skipped}, indent=2)
     (out / "scores.json").write_text(text + "\n", encoding="utf-8")
+    for part, reason in skipped.items():
+        tell(f"score: without {part}: {reason}")
     for line in table(scores):
         tell(line)
     return scores
@@ -228,13 +233,16 @@ class Served:
         self.engine = Engine(model, settings)
         self.processor = Processor.load(folder, model.config, self.engine.max_model_len)
 
-    def answers(self, asked: Sequence[Asked], natural_seconds: Sequence[float]) -> list[Answer]:
+    def answers(
+        self, asked: Sequence[Asked], natural_seconds: Sequence[float], tell: Callable[[str], None] = lambda line: None
+    ) -> list[Answer]:
         """Ask everything at once and return the answers in order; RuntimeError when the engine fails a request.
 
-        `natural_seconds`, one for each request, bound its speech.
+        `natural_seconds`, one for each request, bound its speech; `tell` hears how many are answered.
         """
         tokens: list[list[int]] = [[] for _ in asked]
         answers = [Answer() for _ in asked]
+        over = 0
         for place, (one, seconds) in enumerate(zip(asked, natural_seconds, strict=True)):
             self.engine.add(self._request(str(place), one, seconds))
         while self.engine.has_work:
@@ -242,6 +250,9 @@ class Served:
                 place = int(event.request_id)
                 tokens[place] += event.token_ids
                 _take(answers[place], event)
+                over += event.done
+                if event.done and over % TOLD_EVERY == 0:
+                    tell(f"score: {over} of {len(asked)} answered")
         for answer, ids in zip(answers, tokens, strict=True):
             answer.text = b"".join(map(self.processor.token_bytes.of, ids)).decode("utf-8", "replace")
         return answers
@@ -281,15 +292,24 @@ def _row(out: Path, place: int, one: Asked, answer: Answer, natural_seconds: flo
     return Row(one.part, reference, answer.text, answer.ended, answer.speech_ended, *seconds, name)
 
 
-def _recognised(rows: Sequence[Row], out: Path, natural: Mapping[str, Floats]) -> list[Row]:
+def _recognised(
+    rows: Sequence[Row], out: Path, natural: Mapping[str, Floats], tell: Callable[[str], None]
+) -> list[Row]:
     """`rows` with what is heard in their speech, and in `natural` [n], which the main voice says of a reference."""
-    recogniser = judge.Recogniser()
-    heard = {reference: recogniser.heard(wave) for reference, wave in natural.items()}
+    recogniser, count = judge.Recogniser(), itertools.count(1)
+
+    def listened(samples: Floats) -> str:
+        text = recogniser.heard(samples)
+        if (done := next(count)) % TOLD_EVERY == 0:
+            tell(f"score: {done} recognised")
+        return text
+
+    heard = {reference: listened(wave) for reference, wave in natural.items()}
     found = []
     for row in rows:
         if row.wav is not None:
             samples, _ = soundfile.read(out / row.wav, dtype="float32")
-            row = replace(row, heard=recogniser.heard(samples), natural_heard=heard[row.reference])
+            row = replace(row, heard=listened(samples), natural_heard=heard[row.reference])
         found.append(row)
     return found
 

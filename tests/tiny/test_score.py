@@ -144,6 +144,7 @@ def test_scores_are_of_the_rows_that_are_kept(tiny_checkpoint: Path, tmp_path: P
             # Seconds are rounded to milliseconds, 48 bytes each.
             assert (tmp_path / one["wav"]).stat().st_size == pytest.approx(44 + one["seconds"] * 48000, abs=48)
     assert told[-len(scores) - 1 :] == table(scores)
+    assert all(f"score: without {part}: {reason}" in told for part, reason in kept["skipped"].items())
 
 
 def test_without_the_main_voice_there_is_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
