@@ -171,9 +171,19 @@ def git(repository: Path, *words: str) -> str:
     # Hooks of the user's repository have no business in a worktree that is judged.
     done = process.run(["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *words])
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ArmError(f"git {words[0]} failed in {repository}: {last}")
+        told = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no message"]
+        # What went wrong stands before what git advises.
+        fault = next((line for line in told if line.startswith(("fatal: ", "error: "))), told[-1])
+        raise ArmError(f"git {_subcommand(words)} failed in {repository}: {fault}")
     return done.stdout
+
+
+def _subcommand(words: Sequence[str]) -> str:
+    """Which of git's commands `words` are, behind settings (`-c NAME=VALUE`)."""
+    place = 0
+    while words[place] == "-c":
+        place += 2
+    return words[place]
 
 
 def resolve(choice: ArmChoice, repository: Path) -> Resolved:

@@ -203,13 +203,13 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def _reported(run_dir: Path | None = None) -> Iterator[None]:
-    """Turn the failures a user can cause into one sentence and an exit code; what was measured stays on disk."""
-    kept = (
-        f"; what was measured is kept: {_again('report', str(run_dir))}, or go on: {_resume_words(run_dir)}"
-        if run_dir
-        else ""
-    )
+def _reported(run_dir: Path | None = None, over: str = "") -> Iterator[None]:
+    """Turn the failures a user can cause into one sentence and an exit code; what was measured stays on disk.
+
+    `over` is what to type for such a run again where this one can't go on.
+    """
+    onward = f"begin again: {over}" if over else f"go on: {_resume_words(run_dir)}" if run_dir else ""
+    kept = f"; what was measured is kept: {_again('report', str(run_dir))}, or {onward}" if run_dir else ""
     try:
         with _terminated_politely():
             yield
@@ -401,7 +401,7 @@ def compare(
 
 
 def _compare(wish: Wish, stop_after_s: float = float("inf")) -> run.Outcome:
-    with _reported(wish.run_dir):
+    with _reported(wish.run_dir, wish.command):
         folder = _with_screen(lambda screen: run.carry_out(wish, screen, stop_after_s))
         return _judge(folder)
 
@@ -543,13 +543,19 @@ def report(
 def plant_change(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="slow, flip, raise or mute.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A scratch clone; it gets one commit more.")],
-    fraction: Annotated[float, typer.Option(metavar="F", help="slow: this much of each decode step is slept.")] = 0.3,
+    fraction: Annotated[
+        float | None, typer.Option(metavar="F", help="slow: this much of each decode step is slept. (default: 0.3)")
+    ] = None,
     prompt_key: Annotated[str | None, typer.Option(metavar="HEX", help="flip, raise: the prompt's key.")] = None,
     prompt: Annotated[
         str | None, typer.Option(metavar="ID", help="flip, raise: the prompt of this id; absent: one that seed 0 asks.")
     ] = None,
-    layer: Annotated[int, typer.Option(metavar="N", help="mute: the Thinker's layer, counted from 0.")] = 0,
-    attention_head: Annotated[int, typer.Option(metavar="N", help="mute: the attention head that adds nothing.")] = 0,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="mute: the Thinker's layer, counted from 0. (default: 0)")
+    ] = None,
+    attention_head: Annotated[
+        int | None, typer.Option(metavar="N", help="mute: the attention head that adds nothing. (default: 0)")
+    ] = None,
 ) -> None:
     """Put a known fault into a scratch clone and commit it, to see whether the gate finds it.
 
@@ -564,14 +570,20 @@ def plant_change(
     with _reported():
         if kind not in plant.KINDS:
             raise PlantError(f"KIND {kind!r} does not exist; there are {', '.join(plant.KINDS)}")
+        of_slow: dict[str, object] = {"--fraction": fraction}
+        of_prompts: dict[str, object] = {"--prompt-key": prompt_key, "--prompt": prompt}
+        of_mute: dict[str, object] = {"--layer": layer, "--attention-head": attention_head}
+        read = {"slow": of_slow, "mute": of_mute}.get(kind, of_prompts)
+        for flag, value in (of_slow | of_prompts | of_mute).items():
+            if value is not None and flag not in read:
+                raise PlantError(f"{flag} {value} is not read by {kind}, which reads {', '.join(read)}; leave it out")
         if kind == "slow":
-            change = plant.slow(fraction)
+            change = plant.slow(0.3 if fraction is None else fraction)
         elif kind == "mute":
-            change = plant.mute(layer, attention_head)
+            change = plant.mute(layer or 0, attention_head or 0)
         else:
             change = _at_prompt(kind, folder, prompt_key, prompt)
-        plant.apply(change, folder)
-        commit = plant.commit(folder, f"planted: {kind}")
+        commit = plant.plant([change], folder, f"planted: {change.what}")
         typer.echo(f"planted {kind} in {folder} as {commit[:12]}")
 
 
@@ -727,9 +739,8 @@ def _planted_clone(repository: Path, clone: Path, seed: int) -> str:
     base = plant.scratch_clone(repository, clone)
     first = _first_question(seed)
     key = _key_of(clone, first.text or "")
-    for change in (plant.slow(DEMO_SLOW), plant.flip(key)):
-        plant.apply(change, clone)
-    plant.commit(clone, f"planted: decode {DEMO_SLOW:.0%} slower, {first.id} flipped at step {plant.FLIP_STEP}")
+    changes = (plant.slow(DEMO_SLOW), plant.flip(key))
+    plant.plant(changes, clone, f"planted: decode {DEMO_SLOW:.0%} slower, {first.id} flipped at step {plant.FLIP_STEP}")
     return base
 
 

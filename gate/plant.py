@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from gate.arm import git
+from gate.arm import ArmError, git
 
 KINDS = ("slow", "flip", "raise", "mute")
 FLIP_STEP = 5
@@ -29,12 +30,13 @@ class PlantError(ValueError):
 
 @dataclass(frozen=True)
 class Plant:
-    """One source edit: in `file`, the text `anchor`, found exactly once, becomes `code`."""
+    """One source edit: in `file`, the text `anchor`, found exactly once, becomes `code`; `what` says what that does."""
 
     kind: str
     file: str
     anchor: str
     code: str
+    what: str
 
 
 def slow(fraction: float) -> Plant:
@@ -48,20 +50,20 @@ def slow(fraction: float) -> Plant:
             if any("decode" in row.walk for row in step.rows):
                 time.sleep({fraction!r} * (time.perf_counter() - began))
             self._in_flight.append((step, [launched], []))"""
-    return Plant("slow", "engine/lane.py", LAUNCH, code)
+    return Plant("slow", "engine/lane.py", LAUNCH, code, f"decode steps take {fraction:.0%} longer")
 
 
 def flip(prompt_key: str, step: int = FLIP_STEP) -> Plant:
     """The prompt with this key gets its second best token at `step` (counted from 0) of its text."""
     act = f"""            if steps[index] == {step}:
                 tokens[index] = logits[index].topk(2).indices[1]"""
-    return Plant("flip", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act))
+    return Plant("flip", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act), f"{prompt_key} flips at step {step}")
 
 
 def raising(prompt_key: str) -> Plant:
     """A step that holds the prompt with this key raises."""
     act = """            raise RuntimeError("planted: this prompt raises")"""
-    return Plant("raise", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act))
+    return Plant("raise", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act), f"{prompt_key} raises")
 
 
 def mute(layer: int, head: int) -> Plant:
@@ -77,7 +79,7 @@ def mute(layer: int, head: int) -> Plant:
                 raise ValueError(f"planted: head {head} is to be lost, and there are {{config.heads}}")
             self._o = self._o.clone()
             self._o[:, {head} * self._head_dim : {head + 1} * self._head_dim] = 0"""
-    return Plant("mute", "engine/model/layers.py", ATTENTION_OUTPUT, code)
+    return Plant("mute", "engine/model/layers.py", ATTENTION_OUTPUT, code, f"head {head} of layer {layer} is mute")
 
 
 def _at_prompt(prompt_key: str, act: str) -> str:
@@ -121,11 +123,38 @@ def apply(plant: Plant, folder: Path) -> None:
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def commit(folder: Path, message: str) -> str:
-    """Commit everything in a scratch clone under a fixed name, without hooks or signing; return the commit's id."""
+def plant(changes: Sequence[Plant], folder: Path, message: str) -> str:
+    """Make `changes` a commit in the scratch clone `folder`, without hooks or signing; returns the commit's id.
+
+    PlantError unless `folder` is the top of a clone without changes of its own, or for a change that doesn't fit; ArmError
+    where git fails. Either leaves the files as they were.
+    """
+    _check_clone(folder)
+    files = [folder / name for name in dict.fromkeys(change.file for change in changes)]
+    before = {path: path.read_bytes() for path in files if path.is_file()}
     name = ("-c", "user.name=gate plant", "-c", "user.email=plant@localhost", "-c", "commit.gpgsign=false")
-    git(folder, *name, "commit", "--all", "--quiet", "--no-verify", "--message", message)
+    try:
+        for change in changes:
+            apply(change, folder)
+        git(folder, *name, "commit", "--all", "--quiet", "--no-verify", "--message", message)
+    except BaseException:
+        for path, content in before.items():
+            path.write_bytes(content)
+        raise
     return git(folder, "rev-parse", "HEAD").strip()
+
+
+def _check_clone(folder: Path) -> None:
+    """PlantError unless `folder` is the top of a git repository whose files are as they were committed."""
+    advice = f"name a fresh scratch clone: git clone . {folder.parent / 'scratch'}"
+    try:
+        top = Path(git(folder, "rev-parse", "--show-toplevel").strip())
+    except ArmError:
+        raise PlantError(f"{folder} is no git repository; {advice}") from None
+    if top.resolve() != folder.resolve():
+        raise PlantError(f"{folder} is a folder inside the repository {top}; {advice}")
+    if changed := git(folder, "status", "--porcelain", "--untracked-files=no").splitlines():
+        raise PlantError(f"{folder} has changes that are not committed, such as {changed[0][3:]}; {advice}")
 
 
 def scratch_clone(repository: Path, target: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -125,6 +124,11 @@ def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
         (["run", "no-such"], "arm 'no-such' is neither a commit"),
         (["plant", "melt", "."], "KIND 'melt' does not exist; there are slow, flip, raise, mute"),
         (["plant", "slow", "."], "engine/lane.py does not exist"),
+        (
+            ["plant", "mute", ".", "--prompt", "p00"],
+            "--prompt p00 is not read by mute, which reads --layer, --attention-head",
+        ),
+        (["plant", "flip", ".", "--layer", "0"], "--layer 0 is not read by flip, which reads --prompt-key, --prompt"),
     ],
 )
 def test_a_usage_error_is_a_sentence_and_64(place: Path, words: list[str], told: str) -> None:
@@ -327,7 +331,7 @@ def test_an_interrupted_run_leaves_no_server_and_no_worktree_and_keeps_its_recor
     gate.send_signal(number)
     _, said = gate.communicate(timeout=30)
     assert gate.returncode == 130, said
-    again = f"{shlex.quote(sys.executable)} -m gate"
+    again = called(str(ROOT / "gate" / "__main__.py"), repo)
     told = f"{again} report ../run, or go on: {again} compare --resume ../run"
     assert f"gate: interrupted; what was measured is kept: {told}" in said
     assert run_git(repo, "worktree", "list").count("\n") == 0
@@ -364,13 +368,35 @@ def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
     slow = call("plant", "slow", str(repo), "--fraction", "0.1")
     assert slow.exit_code == 0, slow.output
     assert "time.sleep(0.1 *" in (repo / "engine" / "lane.py").read_text()
-    assert run_git(repo, "log", "-1", "--format=%s") == "planted: slow"
+    assert run_git(repo, "log", "-1", "--format=%s") == "planted: decode steps take 10% longer"
     flip = call("plant", "flip", str(repo), "--prompt-key", "0123456789ab")
     assert flip.exit_code == 0 and "!= '0123456789ab'" in (repo / "engine" / "runner.py").read_text()
     mute = call("plant", "mute", str(repo), "--layer", "1", "--attention-head", "2")
     assert mute.exit_code == 0 and 'name == "thinker.layers.1"' in (repo / "engine" / "model" / "layers.py").read_text()
     again = call("plant", "slow", str(repo))
     assert again.exit_code == 64 and "0 times; it must be there exactly once" in again.output
+
+
+def test_a_plant_commits_nothing_but_itself(place: Path) -> None:
+    repo = place / "repo"
+    add_anchors(repo)
+    before = run_git(repo, "rev-parse", "HEAD")
+    outside = call("plant", "slow", str(place))
+    assert (
+        outside.exit_code == 64 and "is no git repository; name a fresh scratch clone: git clone . " in outside.output
+    )
+    inside = call("plant", "slow", str(repo / "engine"))
+    assert inside.exit_code == 64 and "is a folder inside the repository" in inside.output
+    (repo / "engine" / "runner.py").write_text("# half done")
+    dirty = call("plant", "slow", str(repo))
+    assert dirty.exit_code == 64 and "changes that are not committed, such as engine/runner.py" in dirty.output
+    run_git(repo, "checkout", "--", "engine/runner.py")
+    (repo / ".git" / "index.lock").touch()
+    locked = call("plant", "slow", str(repo))
+    assert locked.exit_code == 64 and "git commit failed" in locked.output and "index.lock" in locked.output
+    (repo / ".git" / "index.lock").unlink()
+    assert run_git(repo, "rev-parse", "HEAD") == before
+    assert run_git(repo, "status", "--porcelain", "--untracked-files=no") == ""
 
 
 def test_a_plant_may_name_a_prompt_or_a_question_and_takes_the_first_question_otherwise() -> None:

@@ -21,9 +21,9 @@ from gate.plant import (
     Plant,
     PlantError,
     apply,
-    commit,
     flip,
     mute,
+    plant,
     prompt_key,
     raising,
     scratch_clone,
@@ -106,11 +106,11 @@ def test_raise_fails_the_steps_of_its_prompt_alone(tmp_path: Path) -> None:
         launch_runner(tmp_path, [([1], 0), (PROMPT, 0)])
 
 
-@pytest.mark.parametrize("plant", [slow(0.3), flip(KEY), raising(KEY), mute(1, 2)], ids=lambda plant: plant.kind)
-def test_every_plant_fits_the_engine_of_this_checkout(tmp_path: Path, plant: Plant) -> None:
+@pytest.mark.parametrize("change", [slow(0.3), flip(KEY), raising(KEY), mute(1, 2)], ids=lambda change: change.kind)
+def test_every_plant_fits_the_engine_of_this_checkout(tmp_path: Path, change: Plant) -> None:
     shutil.copytree(ROOT / "engine", tmp_path / "engine")
-    apply(plant, tmp_path)
-    ast.parse((tmp_path / plant.file).read_text())
+    apply(change, tmp_path)
+    ast.parse((tmp_path / change.file).read_text())
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,7 @@ def test_a_scratch_clone_of_the_committed_state_takes_a_plant_as_one_commit(tmp_
     run_git(repo, "commit", "--quiet", "--message", "a runner")
     (repo / "engine" / "lane.py").write_text("uncommitted")
     head = scratch_clone(repo, tmp_path / "clone")
-    apply(slow(0.3), tmp_path / "clone")
-    commit_id = commit(tmp_path / "clone", "slower")
+    commit_id = plant([slow(0.3)], tmp_path / "clone", "slower")
     assert run_git(tmp_path / "clone", "rev-parse", "HEAD~1") == head == run_git(repo, "rev-parse", "HEAD")
     assert run_git(tmp_path / "clone", "diff", "--stat", head, commit_id).count("engine/lane.py") == 1
     assert (repo / "engine" / "lane.py").read_text() == "uncommitted"
