@@ -203,7 +203,10 @@ class OmniConfig:
             raise CheckpointError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise CheckpointError(f"{path} must hold an object, holds a {type(data).__name__}")
-        return cls.parse(data)
+        try:
+            return cls.parse(data)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(path.name, str(path), 1)) from None
 
     @classmethod
     def parse(cls, data: Mapping[str, object]) -> OmniConfig:
@@ -249,6 +252,13 @@ class _Section:
     def whole(self, key: str) -> int:
         return self._get(key, _is_whole, lambda value: int(str(value)), "a whole number")
 
+    def token(self, key: str, vocab: int) -> int:
+        """An id of a vocabulary of `vocab`."""
+        value = self.whole(key)
+        if not 0 <= value < vocab:
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be from 0 to {vocab - 1}, is {value}")
+        return value
+
     def number(self, key: str) -> float:
         return self._get(key, _is_number, lambda value: float(str(value)), "a number")
 
@@ -258,9 +268,12 @@ class _Section:
     def wholes(self, key: str) -> tuple[int, ...]:
         return self._get(key, _is_wholes, _as_wholes, "a list of whole numbers")
 
-    def table(self, key: str) -> dict[str, int]:
+    def tokens(self, key: str, vocab: int) -> dict[str, int]:
+        """An object of such ids, at least one."""
         section = self.section(key)
-        return {name: section.whole(name) for name in section.data}
+        if not section.data:
+            raise CheckpointError(f"config.json: {self.dotted(key)} is empty; name at least one")
+        return {name: section.token(name, vocab) for name in section.data}
 
     def section(self, key: str) -> _Section:
         data = self._get(key, lambda value: isinstance(value, dict), _as_object, "an object")
@@ -432,18 +445,19 @@ def _accept_layer(section: _Section, thinker_layers: int) -> int:
 
 def _talker(section: _Section, thinker_layers: int) -> TalkerConfig:
     text = section.section("text_config")
+    stack = _stack(text)
     return TalkerConfig(
-        stack=_stack(text),
+        stack=stack,
         predictor=_predictor(section.section("code_predictor_config")),
         codec=CodecIds(
-            pad=section.whole("codec_pad_id"),
-            bos=section.whole("codec_bos_id"),
-            eos=section.whole("codec_eos_token_id"),
-            nothink=section.whole("codec_nothink_id"),
-            think_bos=section.whole("codec_think_bos_id"),
-            think_eos=section.whole("codec_think_eos_id"),
+            pad=section.token("codec_pad_id", stack.vocab),
+            bos=section.token("codec_bos_id", stack.vocab),
+            eos=section.token("codec_eos_token_id", stack.vocab),
+            nothink=section.token("codec_nothink_id", stack.vocab),
+            think_bos=section.token("codec_think_bos_id", stack.vocab),
+            think_eos=section.token("codec_think_eos_id", stack.vocab),
         ),
-        speakers={name.lower(): codec for name, codec in section.table("speaker_id").items()},
+        speakers={name.lower(): codec for name, codec in section.tokens("speaker_id", stack.vocab).items()},
         accept_layer=_accept_layer(section, thinker_layers),
         thinker_hidden=section.whole("thinker_hidden_size"),
         proj_inter=text.whole("intermediate_size"),

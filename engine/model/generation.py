@@ -14,13 +14,14 @@ from engine.request import Sampling
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopK = Annotated[int, Meta(ge=0, lt=2**31)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(gt=0, le=100)]
+Penalty = Annotated[float, Meta(ge=0.01, le=100)]
 
 
 class Generation(msgspec.Struct, frozen=True):
     """What holds for a request that doesn't say otherwise; a key that the file lacks leaves these values as they are.
 
-    `max_new_tokens` bounds the default only: who asks for more gets more. What begins with `talker_` is of speech.
+    `max_new_tokens`, and frames of `talker_max_new_tokens`, bound the default only: who asks for more gets more. What begins
+    with `talker_` is of speech.
     """
 
     temperature: Temperature = 1.0
@@ -34,19 +35,22 @@ class Generation(msgspec.Struct, frozen=True):
     talker_top_k: TopK = 50
     talker_top_p: TopP = 1.0
     talker_repetition_penalty: Penalty = 1.05
+    talker_max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 4096
 
     @classmethod
     def load(cls, folder: Path) -> Generation:
         """Read the file of a model folder, if there is one; CheckpointError names a value that can't be used."""
         path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
         try:
             found = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
             # Files that list every key write null for those that they leave open.
             return msgspec.convert({key: value for key, value in found.items() if value is not None}, cls)
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CheckpointError(f"{path}: {error}; mend it, or take the file away for the usual defaults") from None
 
     def speech(self, seed: int) -> Sampling:
         """How the Talker's codes are drawn with `seed`."""

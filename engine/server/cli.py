@@ -533,7 +533,13 @@ def _serve(folder: Path, config: OmniConfig, settings: ServerSettings, listener:
     def ready(server: Front) -> None:
         progress.stop()
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"omni: serving {folder} at {address} (ready in {server.boot_seconds:.1f} s)", flush=True)
+        try:
+            print(f"omni: serving {folder} at {address} (ready in {server.boot_seconds:.1f} s)", flush=True)
+        except OSError as error:
+            # Nobody reads it, or the disk is full: no reason not to serve.
+            _complain(f"standard output can't be written ({error.strerror}); serving at {address} all the same", 0)
+            # Where what is still to be written would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     if console.is_terminal:
         progress.start()
@@ -545,6 +551,7 @@ def _serve(folder: Path, config: OmniConfig, settings: ServerSettings, listener:
 
 def main() -> None:
     """Run `omni`. Exit codes: 0 done, 1 can't be done, 64 wrong usage, 70 the engine process died."""
+    _open_streams()
     try:
         code = app(prog_name="omni", standalone_mode=False)
     except typer.Exit as error:
@@ -560,6 +567,20 @@ def main() -> None:
             raise
         code = _complain(f"{error.format_message()} (omni --help says more)", EXIT_USAGE)  # type: ignore[attr-defined]
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Give standard streams that the caller closed somewhere to go, before a socket takes their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115 - for good
 
 
 def _complain(message: str, code: int) -> int:

@@ -49,7 +49,7 @@ def prepare(
         prompt_token_ids=fields.prompt_token_ids,
         audio=body.audio,
         clamp_tokens="max_tokens" not in fields.model_fields_set,
-        clamp_frames=fields.speech is None or "max_frames" not in fields.speech.model_fields_set,
+        clamp_frames=fields.speech is None or fields.speech.max_frames is None,
     )
     return fields, processor.complete(draft, inputs, unwanted)
 
@@ -79,7 +79,7 @@ def _sampling(fields: GenerateFields, bias: dict[int, float]) -> Sampling:
 def _speech(fields: SpeechFields, default: Generation) -> Speech:
     return Speech(
         voice=fields.voice,
-        max_frames=fields.max_frames,
+        max_frames=either(fields.max_frames, default.talker_max_new_tokens),
         sampling=talker_sampling(fields, default.speech(fields.seed)),
         ignore_eos=fields.ignore_eos,
         codes=fields.codes,

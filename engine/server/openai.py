@@ -167,7 +167,7 @@ class AudioOut(Fields):
 class TalkerFields(Fields):
     """The extension `speech`: how the Talker speaks. `max_frames` counts frames of 80 ms.
 
-    What draws its codes is the checkpoint's own where it isn't given.
+    How many, and what draws their codes, is the checkpoint's own where it isn't given.
     """
 
     max_frames: Count | None = None

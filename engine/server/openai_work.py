@@ -32,7 +32,6 @@ _TRANSCRIPT_SLACK = 64
 _AS_LONG_AS_FITS = 2**31 - 1
 # Each costs an object on its way to a byte; base64 has no such cost.
 _MOST_ESCAPES = 1 << 20
-_MOST_FRAMES = 4096  # 328 seconds, as far as the checkpoint's own settings go
 
 Unwanted = Callable[[], bool]
 
@@ -102,6 +101,8 @@ def speech_request(processor: Processor, fields: openai.SpeechFields, unwanted: 
     """The engine's request to read `input` aloud: the Thinker repeats it, greedily, and the Talker speaks what it wrote."""
     if processor.config.talker is None:
         raise RequestError("this model makes no speech", field="model", code="no_speech")
+    if not fields.input.strip():
+        raise RequestError("input has nothing but spaces; send the text to read", field="input", code="empty")
     draft = Request(
         id=f"speech-{uuid.uuid4().hex}",
         prompt_ids=[],
@@ -118,6 +119,13 @@ def speech_request(processor: Processor, fields: openai.SpeechFields, unwanted: 
     with renamed({"text": "input", "speech.voice": "voice"}):
         done = processor.complete(draft, inputs, unwanted)
     tokens = len(processor.token_ids(fields.input))
+    if done.max_tokens <= tokens:
+        raise RequestError(
+            f"input has {tokens} tokens, and after reading them {done.max_tokens} are left to repeat them; "
+            f"send less than half of the model's {processor.max_model_len} tokens at once",
+            field="input",
+            code="too_long",
+        )
     speech = done.speech
     if free and speech is not None:
         frames = min(speech.max_frames, _FRAMES_A_TOKEN * tokens + _READING_SLACK)
@@ -221,7 +229,7 @@ def _speech(fields: openai.TalkerFields | None, voice: str | None, default: Gene
     fields = fields or openai.TalkerFields()
     return Speech(
         voice=voice or openai.DEFAULT_VOICE,
-        max_frames=fields.max_frames or _MOST_FRAMES,
+        max_frames=either(fields.max_frames, default.talker_max_new_tokens),
         sampling=talker_sampling(fields, default.speech(either(fields.seed, seed))),
         ignore_eos=fields.ignore_eos,
     )

@@ -55,11 +55,11 @@ def _one_or_many(value: object) -> object:
 class SpeechFields(Fields):
     """The `speech` object: how the Talker speaks. `max_frames` counts frames of 80 ms.
 
-    What draws its codes is the checkpoint's own where it isn't given.
+    How many, and what draws their codes, is the checkpoint's own where it isn't given.
     """
 
     voice: Voice = "ethan"
-    max_frames: Count = 4096
+    max_frames: Count | None = None
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None
@@ -143,6 +143,10 @@ def _check_together(fields: GenerateFields) -> None:
     for name in ("text", "prompt_token_ids", "system", "speech"):
         if name in given and getattr(fields, name) is None:
             raise RequestError(f"{name} is null; leave it out instead", field=name)
+    if fields.speech is not None:
+        for name in sorted(fields.speech.model_fields_set):
+            if getattr(fields.speech, name) is None:
+                raise RequestError(f"speech.{name} is null; leave it out instead", field=f"speech.{name}")
     if fields.text is not None and fields.prompt_token_ids is not None:
         raise RequestError("give `text` or `prompt_token_ids`, not both", field="prompt_token_ids", code="conflict")
     if fields.system is not None and fields.text is None:

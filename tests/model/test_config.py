@@ -165,3 +165,21 @@ def test_a_config_that_is_not_utf8_or_a_folder_is_named(tmp_path: Path):
     path.mkdir()
     with pytest.raises(CheckpointError, match=r"config.json can't be read: Is a directory"):
         OmniConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("codec_eos_token_id", -1, "must be from 0 to"),
+        ("codec_bos_id", 999_999, "must be from 0 to"),
+        ("speaker_id", {"zed": 99_999}, r"speaker_id\.zed must be from 0 to"),
+        ("speaker_id", {}, "speaker_id is empty; name at least one"),
+    ],
+)
+def test_a_special_id_outside_the_talkers_vocabulary_is_named_with_the_file(
+    data: dict, tmp_path: Path, key: str, value: object, words: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(with_value(data, f"talker_config.{key}", value)))
+    with pytest.raises(CheckpointError, match=words) as refused:
+        OmniConfig.load(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: talker_config.{key}")

@@ -49,7 +49,10 @@ def test_speech_is_drawn_as_the_file_says(tmp_path: Path):
         ({"top_k": 2.5}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"repetition_penalty": 0.001}, "repetition_penalty"),
         ({"talker_do_sample": 1}, "talker_do_sample"),
+        ({"talker_repetition_penalty": 1e-300}, "talker_repetition_penalty"),
+        ({"talker_max_new_tokens": 0}, "talker_max_new_tokens"),
         ({"talker_temperature": -1}, "talker_temperature"),
         ([], "object"),
     ],
@@ -63,4 +66,14 @@ def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, content: object, w
 def test_a_broken_file_is_named(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        Generation.load(tmp_path)
+
+
+def test_what_is_no_file_or_nested_too_deep_is_named(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.*take the file away"):
+        Generation.load(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"generation_config\.json can't be read: Is a directory"):
         Generation.load(tmp_path)

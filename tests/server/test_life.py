@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -441,6 +443,31 @@ def test_the_released_shapes_are_made_once_in_the_users_cache(tmp_path: Path):
     assert second.stdout == first.stdout
     assert str(folder) in second.stdout
     assert (folder / "config.json").stat().st_mtime_ns == made
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("closed", [">/dev/full", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_server_serves_where_its_words_go_nowhere(tiny_checkpoint: Path, closed: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = shlex.join(command("serve", str(tiny_checkpoint), "--port", str(port)))
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {words} {closed}"], env=environment(), stderr=subprocess.PIPE
+    ) as server:
+        try:
+            assert wait_until(lambda: answers(port), 60)
+        finally:
+            server.terminate()
+        assert server.wait(30) == 0
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
 
 
 def test_without_a_model_and_by_its_name_the_trained_one_of_the_package_is_meant(tmp_path: Path):
