@@ -274,7 +274,7 @@ def train(
     librispeech: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A folder with LibriSpeech's reference texts.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of data and training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of data and training.")] = 0,
 ) -> None:
     """Train the small speaking model: data, codec, Thinker, Talker, export, scores. Exits with 2 when time ran out."""
     from engine.tiny import stages

@@ -135,8 +135,16 @@ def _shown(score: Path) -> list[tuple[str, Floats, Floats]]:
         raise ValueError(f"{score} has no part {SHOWN_PART}; score the model again")
     natural = voices.speak([Line(row.reference, MAIN_VOICE, 0) for row in rows])
     silence = np.zeros(SAMPLE_RATE // 10, dtype=np.float32)
-    made = [soundfile.read(score / str(row.wav), dtype="float32")[0] if row.seconds else silence for row in rows]
+    made = [_read(score / str(row.wav)) if row.seconds else silence for row in rows]
     return [(row.reference, said, again) for row, said, again in zip(rows, natural, made, strict=True)]
+
+
+def _read(path: Path) -> Floats:
+    try:
+        samples, _ = soundfile.read(path, dtype="float32")
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"{path} can't be read ({error}); score the model again") from None
+    return np.asarray(samples)
 
 
 def curves(out: Path) -> bytes:
@@ -198,7 +206,7 @@ def _log(path: Path) -> list[dict[str, Any]]:
 
 def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
     """The card of the model in `folder`; `shown` are the sentences of the spectrograms."""
-    log = shards.read_list(out / "log.jsonl", LogLine)
+    log = _logged(out)
     found = _found(out)
     parts = [
         _introduction(folder.name),
@@ -357,10 +365,20 @@ def _steps(out: Path, stage: str) -> str:
     return f"{lines[-1]['step']:,}" if lines else "–"
 
 
+def _logged(out: Path) -> list[LogLine]:
+    """The stages that ran in `out`; none where their log was left behind."""
+    path = out / "log.jsonl"
+    return shards.read_list(path, LogLine) if path.exists() else []
+
+
 def _found(out: Path) -> dict[str, Any]:
     """What a training in `out` scored."""
-    found: dict[str, Any] = json.loads((out / "score" / "scores.json").read_text(encoding="utf-8"))
-    return found
+    path = out / "score" / "scores.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("device", "scores", "skipped")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); score the model again") from None
 
 
 def _score_table(found: Mapping[str, Any]) -> str:
@@ -376,7 +394,7 @@ def _rerun(out: Path) -> str:
     return f"""## A rerun
 
 The same command, from nothing, once more. A training is planned in minutes, so no two make the same weights. This one took
-{_minutes(shards.read_list(out / "log.jsonl", LogLine))} minutes with all starts, and its model scored:
+{_minutes(_logged(out))} minutes with all starts, and its model scored:
 
 {_score_table(_found(out))}
 """

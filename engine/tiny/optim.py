@@ -201,13 +201,16 @@ class Training:
 
         Weights go in float32; averages and the optimizer's moments, which bear it, in bfloat16.
         """
+        target = self.folder / f"state-{self.step:08d}"
+        if target.exists():
+            # It was resumed from and no step was made since.
+            return
         held = {f"weight.{name}": value.detach() for name, value in self._learned.items()}
         held |= {f"average.{name}": value.bfloat16() for name, value in self._average.items()}
         for name, value in self._learned.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 if value in self._optimizer.state:
                     held[f"{key}.{name}"] = self._optimizer.state[value][key].bfloat16()
-        target = self.folder / f"state-{self.step:08d}"
         part = self.folder / "state.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
@@ -216,8 +219,7 @@ class Training:
             save_file({name: value.cpu().contiguous() for name, value in shard.items()}, part / f"{index}.safetensors")
         meta = _Meta(self.step, self.seconds, len(files))
         (part / "meta.json").write_bytes(msgspec.json.encode(meta) + b"\n")
-        before = [path for path in self.folder.glob("state-*") if path != target]
-        shutil.rmtree(target, ignore_errors=True)
+        before = list(self.folder.glob("state-[0-9]*"))
         os.replace(part, target)
         for path in before:
             shutil.rmtree(path)
@@ -270,7 +272,7 @@ def averaged(module: Module, folder: Path) -> Module:
 
 
 def _latest(folder: Path) -> Path | None:
-    return max(folder.glob("state-*"), default=None)
+    return max(folder.glob("state-[0-9]*"), default=None)
 
 
 def _read(state: Path) -> tuple[_Meta, dict[str, Tensor]]:

@@ -25,6 +25,7 @@ from random import Random
 import jiwer
 import numpy as np
 import soundfile
+import torch
 
 from engine.config import EngineSettings, SettingError, switches_off
 from engine.engine import Engine, kernel_options
@@ -134,6 +135,8 @@ def score(
         check_references(librispeech)
     if (reason := voices.missing(MAIN_VOICE)) is not None:
         raise ValueError(f"the score needs the voice {MAIN_VOICE}: {reason}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingError(f"--device {device}: PyTorch finds no CUDA GPU on this machine; use --device cpu")
     workdir.make(out)
     served = Served(folder, device)
     asked, skipped = wanted(sizes, librispeech, seed, trained)
@@ -160,10 +163,14 @@ def score(
 
 
 def check_references(librispeech: Path) -> None:
-    """SettingError unless both files of reference texts lie in the folder `librispeech`."""
+    """SettingError unless both files of reference texts lie in the folder `librispeech` and can be read."""
     for name in (TRAINED_REFERENCES, UNHEARD_REFERENCES):
         if not (librispeech / name).is_file():
             raise SettingError(f"--librispeech {librispeech} has no file {name}; name the folder that has it")
+        try:
+            references(librispeech / name)
+        except (OSError, ValueError) as error:
+            raise SettingError(f"--librispeech: {error}") from None
 
 
 def wanted(

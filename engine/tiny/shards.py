@@ -54,8 +54,14 @@ def write_list(path: Path, entries: Sequence[object]) -> None:
 
 
 def read_list(path: Path, kind: type[Entry]) -> list[Entry]:
-    """The entries of a list of a shard, or of the manifest."""
-    return [msgspec.json.decode(row, type=kind) for row in path.read_bytes().splitlines()]
+    """The entries of a list of a shard, or of the manifest; ValueError names a line that can't be read."""
+    found: list[Entry] = []
+    for number, row in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found.append(msgspec.json.decode(row, type=kind))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}, line {number}, is damaged ({error}); fetch or make it again") from None
+    return found
 
 
 def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
@@ -66,7 +72,10 @@ def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
 @cache
 def _mapped(path: Path) -> NDArray[Any]:
     """The array of a whole shard. Mapped once: every mapping holds a file open, and a process may open only so many."""
-    mapped: NDArray[Any] = np.load(path, mmap_mode="r")
+    try:
+        mapped: NDArray[Any] = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch or make it again") from None
     return mapped
 
 

@@ -89,10 +89,16 @@ def record(lines: Sequence[Line], folder: Path, workers: int, tell: Callable[[st
     ValueError when other lines were recorded there.
     """
     named = {f"{number:05d}": shard for number, shard in enumerate(_cut(lines))}
+    there = [name for name in named if shards.list_of(folder, name).exists()]
+    if any(
+        [clip.line for clip in shards.read_list(shards.list_of(folder, name), Clip)] != named[name] for name in there
+    ):
+        raise ValueError(
+            f"{folder} holds a corpus of other lines: of other texts, or begun with other voices on this machine; "
+            f"bring those back, or delete the folder"
+        )
     shards.make(folder, _record, {name: (shard,) for name, shard in named.items()}, workers, tell)
     clips = [clip for name in named for clip in shards.read_list(shards.list_of(folder, name), Clip)]
-    if [clip.line for clip in clips] != list(lines):
-        raise ValueError(f"{folder} holds a corpus of other lines; name another folder")
     shards.write_list(folder / shards.MANIFEST, clips)
     return clips
 

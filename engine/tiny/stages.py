@@ -13,15 +13,17 @@
     score    what the engine makes of that folder
     card     the model card, in that folder; of a whole other training in the folder `rerun` it tells what that gave
 
-A file `done` in a folder says that its stage is over; such a stage is skipped, and one without it goes on where it stands. So
-stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly made anew, the others are
-small. No file is larger than 16 MB. What decides data and training is kept in plan.json, and a run that asks for something else
-is refused. Processes may share the folder as long as each works on a stage of its own.
+A file `done` in a folder says that its stage is over, and what it was made from; such a stage is skipped, and one without it
+goes on where it stands. So stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly
+made anew, the others are small. No file is larger than 16 MB. What decides data and training is kept in plan.json, and a run
+that asks for something else is refused, as is one that would mix what was made of one thing with what was made of another.
+Processes may share the folder as long as each works on a stage of its own.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -35,11 +37,13 @@ from random import Random
 import msgspec
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.config import SettingError
+from engine.errors import WalkgateError
 from engine.model.chat import ChatTemplate, load_tokenizer
 from engine.model.config import Code2WavConfig, OmniConfig, TalkerConfig
 from engine.model.positions import audio_tokens
@@ -75,6 +79,8 @@ from engine.tiny.voices import MAIN_VOICE
 from engine.tiny.workdir import PlanRecord
 
 DONE = "done"
+# Files that hold times.
+TIMED = ("log.jsonl", "curve.jsonl", "meta.json")
 HEARD, SPOKEN = "heard", "spoken"
 MODEL = "omni-tiny"
 # Shares of a batch of the Thinker, by cost.
@@ -306,6 +312,16 @@ def make_heard(out: Path, plan: Plan, sitting: Sitting) -> None:
     speech.record(speech.plan(texts, usable, plan.seed), out / HEARD, plan.workers, sitting.tell)
 
 
+def _clips(out: Path, corpus: str, texts: Sequence[str]) -> list[speech.Clip]:
+    """The clips of `corpus`; ValueError unless they say `texts`."""
+    found = speech.manifest(out / corpus)
+    if [clip.line.text for clip in found] != list(texts):
+        raise ValueError(
+            f"{out / corpus} says other texts than {out / 'texts'} has; fetch both from one place, or delete {out / corpus}"
+        )
+    return found
+
+
 def _usable() -> tuple[list[str], dict[str, str]]:
     usable, reasons = voices.usable()
     if MAIN_VOICE in reasons:
@@ -323,6 +339,7 @@ def _to_speak(out: Path) -> list[Example]:
 
 def train_codec(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Train the codec on what the main voice says."""
+    _clips(out, SPOKEN, [one.answer for one in _to_speak(out)])
     waves = codec_train.utterances(out / SPOKEN)
     codec_train.train(
         [wave for place, wave in enumerate(waves) if place % JUDGED_EVERY],
@@ -360,16 +377,19 @@ def _code2wav() -> Code2WavConfig:
 
 def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Encode what the main voice says, a shard of speech at a time, on axes that some of it decides."""
-    folder, source = out / "codes", out / SPOKEN
+    folder = out / "codes"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / AXES).exists():
         _fit_axes(out, plan, folder / AXES)
-    grouped = itertools.groupby(speech.manifest(source), key=lambda clip: clip.shard)
+    spoken = _clips(out, SPOKEN, [one.answer for one in _to_speak(out)])
+    grouped = itertools.groupby(spoken, key=lambda clip: clip.shard)
     clips = {Path(shard).stem: list(found) for shard, found in grouped}
     # A clip is soon encoded: on a GPU it is the launches that take time, and processes share them out.
     workers = min(plan.workers, ENCODERS)
     shards.make(folder, _encode, {name: (out, plan, found) for name, found in clips.items()}, workers, sitting.tell)
     coded = [one for name in clips for one in shards.read_list(shards.list_of(folder, name), Coded)]
+    if len(coded) != len(spoken):
+        raise ValueError(f"{folder} holds codes of {len(coded)} clips, and {len(spoken)} were spoken; delete it")
     shards.write_list(folder / shards.MANIFEST, coded)
 
 
@@ -402,12 +422,18 @@ def _fit_axes(out: Path, plan: Plan, path: Path) -> None:
 
 
 def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
-    return Axes(**load_file(path, device), codes=codes)
+    try:
+        return Axes(**load_file(path, device), codes=codes)
+    except (SafetensorError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); fetch it again, or delete {path.parent} to make it again"
+        ) from None
 
 
 def make_mels(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write log-mel frames of everything that is heard."""
     bins = OmniConfig.parse(config()).audio.mel_bins
+    _clips(out, HEARD, [line.text for line in _to_hear(out)])
     mels.extract(out / HEARD, out / "mels", bins, plan.copies, plan.seed, plan.workers, sitting.tell)
 
 
@@ -484,7 +510,13 @@ def spoken_utterances(out: Path, language: Language, every: int = 1) -> Iterator
     """
     coded = shards.read_list(out / "codes" / shards.MANIFEST, Coded)
     known = shards.read_list(out / SPOKEN / SOUNDS, str)
-    whole = zip(_to_speak(out), coded, known, strict=True)
+    said = _to_speak(out)
+    if not len(said) == len(coded) == len(known):
+        raise ValueError(
+            f"{out} has {len(said)} texts to speak, codes of {len(coded)} and the sounds of {len(known)}; "
+            f"fetch texts, spoken and codes from one place, or make them again"
+        )
+    whole = zip(said, coded, known, strict=True)
     for example, one, written in itertools.islice(whole, 0, None, every):
         seconds = [len(text) * speech.SECONDS_PER_CHARACTER for text in example.clips]
         encoded = language.encode(example, [audio_tokens(round(s * mels.FRAMES_PER_SECOND)) for s in seconds])
@@ -608,15 +640,15 @@ class Stage:
 STAGES = {
     "texts": Stage(make_texts),
     SPOKEN: Stage(make_spoken, ("texts",)),
-    "codec": Stage(train_codec, (SPOKEN,), on_device=True),
-    "codes": Stage(make_codes, (SPOKEN, "codec"), on_device=True),
+    "codec": Stage(train_codec, ("texts", SPOKEN), on_device=True),
+    "codes": Stage(make_codes, ("texts", SPOKEN, "codec"), on_device=True),
     HEARD: Stage(make_heard, ("texts",)),
-    "mels": Stage(make_mels, (HEARD,)),
+    "mels": Stage(make_mels, ("texts", HEARD)),
     "thinker": Stage(train_the_thinker, ("texts", "mels"), on_device=True),
-    "talker": Stage(train_the_talker, ("texts", "codes"), on_device=True),
+    "talker": Stage(train_the_talker, ("texts", SPOKEN, "codes"), on_device=True),
     "decoder": Stage(train_the_decoder, ("texts", SPOKEN, "codec", "codes", "talker"), on_device=True),
     "export": Stage(export, ("texts", "codec", "codes", "thinker", "talker", "decoder")),
-    "score": Stage(rate, ("export",)),
+    "score": Stage(rate, ("texts", "export")),
     "card": Stage(describe, ("texts", "codec", "thinker", "talker", "export", "score")),
 }
 
@@ -624,6 +656,57 @@ STAGES = {
 def done(out: Path, name: str) -> bool:
     """Whether the stage `name` is over in `out`."""
     return (out / name / DONE).exists()
+
+
+class _Finished(msgspec.Struct, frozen=True):
+    """What `done` keeps of a stage: a digest of what it made, and the digests of what that was made from."""
+
+    made: str
+    of: dict[str, str]
+
+
+def _finished(out: Path, name: str) -> _Finished | None:
+    """What the stage `name` kept when it was over; None where it is not, or of folders made before that was kept."""
+    path = out / name / DONE
+    content = path.read_bytes() if path.exists() else b""
+    try:
+        return msgspec.json.decode(content, type=_Finished) if content.strip() else None
+    except msgspec.DecodeError as error:
+        raise WalkgateError(f"{path} is damaged ({error}); fetch it again, or delete it to make {name} again") from None
+
+
+def _finish(out: Path, name: str) -> None:
+    of = {need: kept.made for need in STAGES[name].needs if (kept := _finished(out, need)) is not None}
+    shards.write_list(out / name / DONE, [_Finished(_digest(out / name), of)])
+
+
+def _digest(folder: Path) -> str:
+    """Of what a stage made, without what differs between runs that made the same: logs, and samples, which lists stand for."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".json", ".jsonl", ".safetensors") and path.name not in TIMED:
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _check_made_from(out: Path) -> None:
+    """SettingError where a stage is over that was made from something else than what is there now."""
+    for name in STAGES:
+        kept = _finished(out, name)
+        for source, made in ({} if kept is None else kept.of).items():
+            current = _finished(out, source)
+            if current is not None and current.made != made:
+                stale = [other for other in STAGES if other == name or name in _all_needs(other)]
+                raise SettingError(
+                    f"--out {out}: {name} was made from another {source} than is there now; bring that back, or delete what "
+                    f" came of it: {', '.join(str(out / one) for one in stale if (out / one).exists())}"
+                )
+
+
+def _all_needs(name: str) -> set[str]:
+    """What the stage `name` needs, and what that needs."""
+    needs = set(STAGES[name].needs)
+    return needs.union(*map(_all_needs, needs))
 
 
 def run(
@@ -643,10 +726,13 @@ def run(
     """
     waiting = _waiting(out, plan, only)
     workdir.make(out)
-    with workdir.told("plan", out):
+    # Another process may begin another stage just now.
+    with workdir.told("plan", out), workdir.locked(out, wait=True):
         _keep_to_plan(out, plan)
     sitting = Sitting(tell, math.inf if minutes is None else clock() + 60 * minutes, clock)
-    return all(_ran(name, out, plan, sitting) for name in waiting)
+    over = all(_ran(name, out, plan, sitting) for name in waiting)
+    _check_made_from(out)
+    return over
 
 
 def _waiting(out: Path, plan: Plan, only: Sequence[str]) -> list[str]:
@@ -659,6 +745,7 @@ def _waiting(out: Path, plan: Plan, only: Sequence[str]) -> list[str]:
     for name in waiting:
         if missing := [need for need in STAGES[name].needs if need not in waiting and not done(out, need)]:
             raise SettingError(f"--only: stage {name} needs {', '.join(missing)}, which {out} has not; run that first")
+    _check_made_from(out)
     bound = [name for name in waiting if STAGES[name].on_device]
     if bound and _device_here(plan) != plan.device:
         free = ", ".join(name for name, stage in STAGES.items() if not stage.on_device)
@@ -691,7 +778,7 @@ def _keep_to_plan(out: Path, plan: Plan) -> None:
     kept = workdir.begun(out)
     if kept is None:
         # Stages may have come from elsewhere without the file; of the texts alone it shows what they were made from.
-        kept = msgspec.structs.replace(asked, librispeech=_with_librispeech(out, plan.seed)) if texts else asked
+        kept = msgspec.structs.replace(asked, librispeech=_with_librispeech(out, plan)) if texts else asked
         workdir.begin(out, kept)
     if texts and plan.librispeech is None:
         # What comes after the texts does without that folder.
@@ -699,9 +786,17 @@ def _keep_to_plan(out: Path, plan: Plan) -> None:
     workdir.compare(out, asked, kept)
 
 
-def _with_librispeech(out: Path, seed: int) -> bool:
-    """Whether the texts that were made come from LibriSpeech's references too."""
-    return shards.read_list(out / "texts" / "references.jsonl", str) != _stand_ins(seed)
+def _with_librispeech(out: Path, plan: Plan) -> bool:
+    """Whether the texts that were made come from LibriSpeech's references; SettingError where the plan can't tell."""
+    known = shards.read_list(out / "texts" / "references.jsonl", str)
+    if known == _stand_ins(plan.seed):
+        return False
+    if plan.librispeech is not None and known == references(plan.librispeech / TRAINED_REFERENCES):
+        return True
+    raise SettingError(
+        f"--out {out} has no {workdir.PLAN} any more, and its texts are not those of --seed {plan.seed}; "
+        f"name the --seed and the --librispeech that it was begun with"
+    )
 
 
 def _ran(name: str, out: Path, plan: Plan, sitting: Sitting) -> bool:
@@ -726,7 +821,7 @@ def _ran(name: str, out: Path, plan: Plan, sitting: Sitting) -> bool:
         )
         workdir.append(out / "log.jsonl", msgspec.json.encode(line))
         if over:
-            (folder / DONE).touch()
+            _finish(out, name)
         sitting.listener(f"{name}: {'over' if over else 'goes on in the next sitting'}")
     return over
 

@@ -634,9 +634,18 @@ def sentence_case(reference: str) -> str:
 
 
 def references(path: Path) -> list[str]:
-    """The texts of a LibriSpeech `*.trans.txt` file (an id, a space, the text a line), in the file's order and in capitals."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line.partition(" ")[2] for line in lines if line]
+    """The texts of a LibriSpeech `*.trans.txt` file (an id, a space, the text a line), in the file's order and in capitals.
+
+    ValueError for a file without any, or that is no text.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8; name a folder of LibriSpeech's reference texts") from None
+    found = [text for line in lines if (text := line.partition(" ")[2].strip())]
+    if not found:
+        raise ValueError(f"{path} holds no text; a line is an id, a space and words in capitals")
+    return found
 
 
 def pieces(reference: str) -> list[str]:

@@ -146,7 +146,7 @@ def _flite(lines: Sequence[Line]) -> Iterator[tuple[Floats, int]]:
             stretch = f"duration_stretch={line.pitch / line.speed:.4f}"
             command = ["flite", "-voice", FLITE[line.voice], "--setf", stretch, "-t", line.text, "-o", path]
             subprocess.run(command, check=True, capture_output=True)
-            yield soundfile.read(path, dtype="float32")
+            yield _spoken(path, line)
 
 
 def _festival(lines: Sequence[Line]) -> Iterator[tuple[Floats, int]]:
@@ -158,7 +158,16 @@ def _festival(lines: Sequence[Line]) -> Iterator[tuple[Floats, int]]:
         script = Path(folder) / "lines.scm"
         script.write_text("".join(map(_festival_call, lines, paths)), encoding="utf-8")
         subprocess.run(["festival", "-b", script], check=True, capture_output=True)
-        yield from (soundfile.read(path, dtype="float32") for path in paths)
+        yield from map(_spoken, paths, lines)
+
+
+def _spoken(path: str, line: Line) -> tuple[Floats, int]:
+    """What a command wrote: samples [n] and their rate."""
+    try:
+        samples, rate = soundfile.read(path, dtype="float32")
+    except soundfile.LibsndfileError:
+        raise ValueError(f"{line.voice} wrote no speech of {line.text!r}; is the disk of {path} full?") from None
+    return samples, rate
 
 
 def _festival_call(line: Line, path: str) -> str:

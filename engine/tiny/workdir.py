@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from engine.errors import WalkgateError
 from engine.tiny.shards import write_list
 
 PLAN, LOCK = "plan.json", "lock"
+LONGEST_LINE = 1 << 16  # of a log
 
 
 class PlanRecord(msgspec.Struct, frozen=True):
@@ -74,12 +77,15 @@ def compare(out: Path, asked: PlanRecord, kept: PlanRecord) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder`, made if need be, against other processes while inside; WalkgateError names the one that holds it."""
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold `folder`, made if need be, against other processes while inside.
+
+    WalkgateError names the one that holds it, unless this one is to `wait` for it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="ascii") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.seek(0)
             raise WalkgateError(
@@ -101,10 +107,18 @@ def tidy(folder: Path) -> None:
 
 
 def append(path: Path, line: bytes) -> None:
-    """Append `line` and a line's end to a log, or nothing where the disk is full: OSError, which names the log."""
+    """Append `line` and a line's end to a log, or nothing where the disk is full: OSError, which names the log.
+
+    What stands behind the last line's end was not written whole, and goes.
+    """
     whole = line + b"\n"
-    with path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
+    with path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LONGEST_LINE))
+        tail = file.read() if size else b""
+        before = size - len(tail) + tail.rfind(b"\n") + 1
+        if before < size:
+            file.truncate(before)
         try:
             written = file.write(whole)
         except OSError as error:
@@ -131,5 +145,17 @@ def told(stage: str, folder: Path) -> Iterator[None]:
     except (SafetensorError, LibsndfileError) as error:
         # What is read is checked where it is read, so this is a file that can't be written.
         raise WalkgateError(f"{stage}: {folder} can't be written: {error}") from None
+    except BrokenProcessPool:
+        reason = "one of its processes was ended from outside (was there too little memory?); the same command goes on"
+        raise WalkgateError(f"{stage}: {reason}") from None
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or b"").decode("utf-8", "replace").strip().splitlines() or ["it says nothing"]
+        raise WalkgateError(f"{stage}: the command {error.cmd[0]} ended with {error.returncode}: {said[-1]}") from None
+    except ImportError as error:
+        raise WalkgateError(f"{stage}: a package can't be loaded: {error}; install it again") from None
+    except KeyError as error:
+        raise WalkgateError(
+            f"{stage}: {folder}, or what it is made from, lacks {error}; make or fetch that again"
+        ) from None
     except (ValueError, EOFError, FloatingPointError, msgspec.DecodeError, WalkgateError) as error:
         raise WalkgateError(f"{stage}: {error}") from None

@@ -103,7 +103,7 @@ def test_the_card_says_what_a_rerun_gave(out: Path):
     assert "## A rerun" not in card.text(out / "model", out, RECIPE, SAID)
     rerun = out / card.RERUN
     (rerun / "score").mkdir(parents=True)
-    scores = {"scores": {"t2t_questions": {"count": 200, "exact": 94.5}}}
+    scores = {"device": "cpu", "scores": {"t2t_questions": {"count": 200, "exact": 94.5}}, "skipped": {}}
     (rerun / "score" / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
     (rerun / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("thinker", 600.0, True)) + b"\n")
     told = card.text(out / "model", out, RECIPE, SAID)

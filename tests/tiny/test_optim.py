@@ -103,6 +103,15 @@ def test_a_state_of_another_model_is_named(tmp_path: Path):
         averaged(nn.Sequential(*module(0), nn.Linear(1, 1)), tmp_path)
 
 
+def test_a_state_is_not_written_again_where_no_step_was_made(tmp_path: Path):
+    _, state = trained(tmp_path)
+    (tmp_path / "state-old").mkdir()
+    before = state.stat().st_ino
+    again = Training(module(1), SETTINGS, tmp_path, CPU)
+    again.save()
+    assert (state.stat().st_ino, again.step) == (before, 2)
+
+
 def test_what_was_logged_after_the_last_state_is_dropped(tmp_path: Path):
     trained(tmp_path)
     curve = tmp_path / "curve.jsonl"

@@ -83,3 +83,14 @@ def test_a_process_at_work_ends_when_the_one_that_started_it_is_killed(tmp_path:
         assert process.stdout is not None and process.stdout.readline() == "began\n"
         process.kill()
         assert process.communicate(timeout=20)[0] == ""
+
+
+def test_a_damaged_list_or_array_is_named(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("1\n[")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2, is damaged"):
+        shards.read_list(tmp_path / "a.jsonl", int)
+    shards.save(tmp_path, "a", [np.arange(1000)])
+    with (tmp_path / "a.npy").open("r+b") as file:
+        file.truncate(500)
+    with pytest.raises(ValueError, match=r"a\.npy is damaged"):
+        shards.read(tmp_path, "a.npy", 0, 1)

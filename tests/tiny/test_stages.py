@@ -134,6 +134,49 @@ def test_the_log_says_where_a_stage_ran_and_how_long_its_speech_is(trained: Trai
     assert {line.stage for line in log if line.hours} == {SPOKEN, HEARD}
 
 
+def test_what_came_of_another_codec_is_not_mixed_with_this_one(trained: Trained, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out)
+    shutil.rmtree(out / "codec")
+    stale = r"codes was made from another codec than is there now; .*out/codes, .*talker, .*card"
+    with pytest.raises(SettingError, match=stale):
+        run(out, PLAN, ["codec"], tell=lambda line: None)
+    (out / "decoder" / stages.DONE).unlink()
+    with pytest.raises(SettingError, match=stale):
+        run(out, PLAN, ["decoder"], tell=lambda line: None)
+    for name in ("codes", "talker", "decoder", "export", "score", "card"):
+        shutil.rmtree(out / name)
+    assert run(out, PLAN, ["codes", "talker", "decoder"], tell=lambda line: None)
+
+
+def test_data_that_is_made_anew_is_the_same(trained: Trained, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out)
+    for name in (SPOKEN, HEARD, "mels"):
+        shutil.rmtree(out / name)
+    assert run(out, PLAN, tell=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "words"),
+    [
+        ("mels", "heard/manifest.jsonl", "heard says other texts than"),
+        ("codec", "spoken/manifest.jsonl", "spoken says other texts than"),
+        ("codes", "codes/00000.jsonl", "holds codes of [0-9]+ clips, and [0-9]+ were spoken"),
+        ("talker", "spoken/sounds.jsonl", "texts to speak, codes of [0-9]+ and the sounds of"),
+    ],
+)
+def test_a_list_that_lost_a_line_is_found_by_what_reads_it(
+    trained: Trained, tmp_path: Path, name: str, path: str, words: str
+):
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out)
+    (out / name / stages.DONE).unlink()
+    (out / path).write_bytes(b"".join((out / path).read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(WalkgateError, match=f"^{name}: .*{words}"):
+        run(out, PLAN, [name], tell=lambda line: None)
+
+
 def test_a_card_tells_of_a_rerun_by_the_same_plan_only(trained: Trained, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(trained.out, out)
@@ -186,7 +229,7 @@ def test_a_second_run_does_nothing(trained: Trained):
 
 def test_no_time_makes_nothing(tmp_path: Path):
     assert not run(tmp_path, PLAN, minutes=0, tell=lambda line: None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "plan.json", "texts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "log.jsonl", "plan.json", "texts"]
     assert [path.name for path in (tmp_path / "texts").iterdir()] == ["lock"]
 
 
@@ -247,9 +290,13 @@ def texts(out: Path, known: list[str]) -> None:
 
 @pytest.mark.parametrize("librispeech", [True, False])
 def test_a_folder_without_a_plan_gets_one_and_keeps_to_it(tmp_path: Path, librispeech: bool):
-    known = [" ".join(stages.words(text)).upper() for text in stages.sentences(PLAN.seed, stages.STAND_INS)]
-    texts(tmp_path, ["ANOTHER TEXT"] if librispeech else known)
-    assert run(tmp_path, PLAN, ["texts"])
+    folder = folder_of_references(tmp_path)
+    stand_ins = [" ".join(stages.words(text)).upper() for text in stages.sentences(PLAN.seed, stages.STAND_INS)]
+    texts(tmp_path, stages.references(folder / "dev-clean.trans.txt") if librispeech else stand_ins)
+    if librispeech:
+        with pytest.raises(SettingError, match="its texts are not those of --seed 0; name the --seed and the --libri"):
+            run(tmp_path, PLAN, ["texts"])
+    assert run(tmp_path, replace(PLAN, librispeech=folder if librispeech else None), ["texts"])
     kept = workdir.begun(tmp_path)
     assert kept is not None and (kept.plan, kept.seed, kept.librispeech) == ("small", 0, librispeech)
     with pytest.raises(SettingError, match="seed 0, not 7"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.server import cli
+from engine.tiny import shards, stages
 
 
 def omni(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -32,6 +33,7 @@ def omni(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
         (["--out", "{out}", "--plan", "small", "--only", ""], "--only: there is no stage ''"),
         (["--out", "{out}", "--plan", "tiny"], "--plan must be one of h200, small, is 'tiny'"),
         (["--out", "{out}", "--librispeech", "{folder}", "--plan", "small"], "has no file dev-clean.trans.txt"),
+        (["--out", "{out}", "--plan", "small", "--seed", "99999999999999999999"], "--seed"),
     ],
 )
 def test_wrong_calls_are_told_in_a_line_and_make_nothing(
@@ -76,7 +78,8 @@ def test_a_stage_that_fails_is_told_in_a_line_that_begins_with_it(
     for name in ("texts", "mels"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "done").touch()
-    (tmp_path / "texts" / "references.jsonl").touch()
+    known = [" ".join(stages.words(text)).upper() for text in stages.sentences(0, stages.STAND_INS)]
+    shards.write_list(tmp_path / "texts" / "references.jsonl", known)
     arguments = ("tiny", "train", "--out", str(tmp_path), "--plan", "small", "--only", "thinker")
     code, error = omni(monkeypatch, capsys, *arguments)
     assert code == cli.EXIT_FAILED

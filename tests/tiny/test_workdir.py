@@ -6,6 +6,9 @@ import errno
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,16 @@ def test_a_full_disk_is_told_with_the_file_that_it_struck():
         (FileNotFoundError(errno.ENOENT, "No such file", "out/texts/a"), "heard: out/texts/a is missing; fetch it"),
         (ValueError("of other lines"), "heard: of other lines"),
         (FloatingPointError("diverged"), "heard: diverged"),
+        (
+            BrokenProcessPool("gone"),
+            r"heard: one of its processes was ended from outside \(was there too little memory\?\)",
+        ),
+        (
+            subprocess.CalledProcessError(255, ["festival", "-b"], stderr=b"a\nfull disk\n"),
+            "heard: the command festival ended with 255: full disk",
+        ),
+        (ImportError("no onnx"), "heard: a package can't be loaded: no onnx; install it again"),
+        (KeyError("step"), "heard: out/heard, or what it is made from, lacks 'step'"),
     ],
 )
 def test_faults_are_one_line_that_begins_with_the_stage(fault: Exception, told: str):
@@ -105,3 +118,26 @@ def test_tensors_that_can_not_be_written_are_told_with_the_folder(tmp_path: Path
 def test_a_wrong_setting_stays_one():
     with pytest.raises(SettingError, match=r"^--out is wrong$"), workdir.told("heard", Path("out")):
         raise SettingError("--out is wrong")
+
+
+def test_a_line_that_was_not_written_whole_goes_with_the_next_one(tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    for before, kept in ((b"", b""), (b'{"a":1}', b""), (b'{"a":1}\n{"b":', b'{"a":1}\n'), (b"1\n", b"1\n")):
+        log.write_bytes(before)
+        workdir.append(log, b"2")
+        assert log.read_bytes() == kept + b"2\n"
+
+
+def test_who_waits_for_a_folder_gets_it_and_who_does_not_is_told(tmp_path: Path):
+    def wait() -> bool:
+        with workdir.locked(tmp_path, wait=True):
+            return True
+
+    with ThreadPoolExecutor(1) as other:
+        with workdir.locked(tmp_path):
+            with pytest.raises(WalkgateError, match=f"process {os.getpid()} works in"), workdir.locked(tmp_path):
+                pass
+            waiting = other.submit(wait)
+            time.sleep(0.1)
+            assert not waiting.done()
+        assert waiting.result(10)
