@@ -521,7 +521,7 @@ def _show(folder: RunDir) -> int:
         typer.echo(f"\nwhat went wrong:\n{wrong}")
     if outcome.comparisons.is_unfinished:
         typer.echo(f"\nfinish it: {_resume_words(folder.path)}")
-    typer.echo(f"\nmake its report: {_again('report', _shown(folder.path, Path.cwd()))}")
+    typer.echo(f"\nmake its report, with the word error rates: {_again('report', _shown(folder.path, Path.cwd()))}")
     return outcome.code
 
 

@@ -85,7 +85,7 @@ def extract(
 ) -> list[MelClip]:
     """Write log-mel frames of `copies` copies of each clip of `corpus` into `folder`, and their manifest; what is there stays.
 
-    ValueError when features of another corpus lie there. OMP_NUM_THREADS=1 makes it faster, since each process has one core.
+    ValueError when features of another corpus lie there.
     """
     by_shard = itertools.groupby(speech.manifest(corpus), key=lambda clip: clip.shard)
     named = {

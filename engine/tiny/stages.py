@@ -37,6 +37,7 @@ from random import Random
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -94,6 +95,7 @@ JUDGED_EVERY = 50
 # Clips that the axes of the codes are fitted to: one in so many.
 FITTED_EVERY = 10
 AXES = "axes.safetensors"
+FORESEEN = "foreseen.npy"
 # Processes that encode, at the most.
 ENCODERS = 6
 SOUNDS, SOUNDS_AT_ONCE = "sounds.jsonl", 256
@@ -529,19 +531,16 @@ def train_the_decoder(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Train the decoder on with what the Talker makes of answers that it has not learned, as of any that it will be asked."""
     device = torch.device(plan.device)
     language = Language.load(out)
-    talker = _averaged(Talker(language.config, language.text_embedding(plan.seed)), out, "talker").to(device).eval()
     clips = speech.manifest(out / SPOKEN)
     every = _left_every(len(clips))
     pairs = zip(spoken_utterances(out, language, every), clips[::every], strict=True)
     # Of like length side by side, so that little is padded.
     chosen = sorted(pairs, key=lambda pair: pair[0].codes.shape[1])
     spoken: list[decoder_train.Spoken] = []
-    for begin in range(0, len(chosen), FORESEEN_AT_ONCE):
-        part = chosen[begin : begin + FORESEEN_AT_ONCE]
-        made = foreseen(talker, [utterance for utterance, _ in part], VOICE)
-        for codes, (utterance, clip) in zip(made, part, strict=True):
-            wave = np.asarray(shards.read(out / SPOKEN, clip.shard, clip.start, clip.samples), dtype=np.int16)
-            spoken.append(decoder_train.Spoken(codes, np.asarray(utterance.codes), wave))
+    made = _foreseen(out, plan, language, [utterance for utterance, _ in chosen])
+    for codes, (utterance, clip) in zip(made, chosen, strict=True):
+        wave = np.asarray(shards.read(out / SPOKEN, clip.shard, clip.start, clip.samples), dtype=np.int16)
+        spoken.append(decoder_train.Spoken(codes, np.asarray(utterance.codes), wave))
     decoder = _decoder(out, plan)
     sitting.tell(f"decoder: {len(spoken)} utterances foreseen")
     _, over = decoder_train.train(
@@ -555,6 +554,23 @@ def train_the_decoder(out: Path, plan: Plan, sitting: Sitting) -> None:
     )
     if not over:
         raise OutOfTime
+
+
+def _foreseen(out: Path, plan: Plan, language: Language, utterances: Sequence[Utterance]) -> list[NDArray[np.int64]]:
+    """The codes [G, F] that the Talker foresees of each utterance; kept, so that a short sitting is not all spent on them."""
+    path = out / "decoder" / FORESEEN
+    if not path.exists():
+        device = torch.device(plan.device)
+        talker = _averaged(Talker(language.config, language.text_embedding(plan.seed)), out, "talker").to(device).eval()
+        made: list[NDArray[np.int64]] = []
+        for begin in range(0, len(utterances), FORESEEN_AT_ONCE):
+            made += foreseen(talker, utterances[begin : begin + FORESEEN_AT_ONCE], VOICE)
+        shards.save(path.parent, path.stem, [codes.T.astype(np.uint8) for codes in made])
+    ends = np.cumsum([one.codes.shape[1] for one in utterances])
+    kept = shards.read(path.parent, path.name, 0, int(ends[-1])).T.astype(np.int64)
+    if kept.shape[1] != ends[-1]:
+        raise ValueError(f"{path} is of other utterances; delete it")
+    return np.split(kept, ends[:-1], axis=1)
 
 
 def _decoder(out: Path, plan: Plan) -> Decoder:

@@ -219,7 +219,7 @@ def test_run_measures_one_arm_and_prints_its_metrics_and_what_makes_the_report(p
     assert "| cell | metric | 01-arm |" in done.stdout
     assert "| T2T@2 | failed (requests) | 0 |" in done.stdout
     assert "what went wrong" not in done.stdout
-    assert done.stdout.endswith(f"\n\nmake its report: gate report {place / 'one'}\n")
+    assert done.stdout.endswith(f"\n\nmake its report, with the word error rates: gate report {place / 'one'}\n")
     assert call("report", str(place / "one")).exit_code == 0
     assert (place / "one" / "report.md").is_file()
 

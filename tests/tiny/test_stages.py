@@ -149,6 +149,19 @@ def test_what_came_of_another_codec_is_not_mixed_with_this_one(trained: Trained,
     assert run(out, PLAN, ["codes", "talker", "decoder"], tell=lambda line: None)
 
 
+def test_what_the_talker_foresees_is_kept_for_the_next_sitting(trained: Trained, tmp_path: Path, monkeypatch):
+    out, seconds = tmp_path / "out", iter([0.0, 0.0, 0.0, *[100.0] * 99])
+    shutil.copytree(trained.out, out)
+    shutil.rmtree(out / "decoder")
+    assert not run(out, PLAN, ["decoder"], minutes=1, tell=lambda line: None, clock=lambda: next(seconds))
+    kept = (out / "decoder" / stages.FORESEEN).read_bytes()
+    assert kept == (trained.out / "decoder" / stages.FORESEEN).read_bytes()
+    monkeypatch.setattr(stages, "foreseen", None)
+    for name in ("export", "score", "card"):
+        shutil.rmtree(out / name)
+    assert run(out, PLAN, ["decoder"], tell=lambda line: None)
+
+
 def test_data_that_is_made_anew_is_the_same(trained: Trained, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(trained.out, out)
