@@ -77,6 +77,8 @@ _COLUMNS = {
     HEARD_WER: "WER heard against own text",
     "heard_reference_wer": "WER heard against reference",
     "natural_wer": f"WER heard of {MAIN_VOICE}",
+    "heard_whole": "heard without a fault",
+    "natural_whole": f"{MAIN_VOICE} heard without a fault",
 }
 
 

@@ -8,6 +8,8 @@ where there is one, and compared as `judge` does it, three ways in per cent of w
     heard_reference_wer  the same against the reference: the Thinker's faults too
     natural_wer          what is heard when the main voice says the references: the recogniser's own share
 
+and the shares of answers that are heard without a fault, `heard_whole`, and of the main voice's speech, `natural_whole`.
+
 `rows.jsonl` keeps every reference, answer and what was heard, `wav/` what was said.
 """
 
@@ -52,7 +54,7 @@ MOST_LENGTHS, TOO_LONG = 3.0, 2.0
 HEARD_WER = "heard_wer"
 COLUMNS = (
     *("count", "wer", "exact", "ended", "speech_ended", "too_long"),
-    *(HEARD_WER, "heard_reference_wer", "natural_wer"),
+    *(HEARD_WER, "heard_reference_wer", "natural_wer", "heard_whole", "natural_whole"),
 )
 
 
@@ -325,7 +327,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Count, word error rate, exact answers and those that ended of `rows`, at least one, all but the count in per cent.
 
     Where they were spoken also how many ended and how many are over twice as long as is natural, and where they were
-    recognised the three rates of what was heard.
+    recognised the rates of what was heard.
     """
     pairs = [(" ".join(words(row.reference)), " ".join(words(row.text))) for row in rows]
     found: dict[str, float] = {
@@ -348,9 +350,11 @@ def _heard_rates(rows: Sequence[Row]) -> dict[str, float]:
     wanted = [(row.reference, row.heard or "") for row in rows]
     natural = [(row.reference, row.natural_heard or "") for row in rows]
     columns = {HEARD_WER: said, "heard_reference_wer": wanted, "natural_wer": natural}
+    compared = {name: [(normalised(one), normalised(heard)) for one, heard in pairs] for name, pairs in columns.items()}
     return {
-        name: error_rate([(normalised(one), normalised(heard)) for one, heard in pairs])
-        for name, pairs in columns.items()
+        **{name: error_rate(pairs) for name, pairs in compared.items()},
+        "heard_whole": _share([one == heard for one, heard in compared[HEARD_WER]]),
+        "natural_whole": _share([one == heard for one, heard in compared["natural_wer"]]),
     }
 
 

@@ -49,7 +49,7 @@ def test_speech_over_twice_its_natural_length_is_counted():
 def test_the_table_has_a_dash_where_a_part_has_no_speech():
     lines = table({"t2t": summary([row("Ten.", "Ten.")])})
     assert lines[0].split() == ["part", *score.COLUMNS]
-    assert lines[1].split() == ["t2t", "1", "0", "100", "100", "-", "-", "-", "-", "-"]
+    assert lines[1].split() == ["t2t", "1", "0", "100", "100", *["-"] * 7]
 
 
 def test_what_is_heard_is_compared_with_the_answer_the_reference_and_what_is_heard_in_the_main_voice():
@@ -60,6 +60,7 @@ def test_what_is_heard_is_compared_with_the_answer_the_reference_and_what_is_hea
     found = summary(said)
     # Of seven words: "cat"; "$10" and "cat"; "a" and "cat".
     assert (found["heard_wer"], found["heard_reference_wer"], found["natural_wer"]) == (14.29, 28.57, 28.57)
+    assert (found["heard_whole"], found["natural_whole"]) == (50.0, 50.0)
     assert "heard_wer" not in summary([row("Ten.", "Ten.")])
 
 
