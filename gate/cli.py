@@ -208,8 +208,10 @@ def _reported(run_dir: Path | None = None, over: str = "") -> Iterator[None]:
 
     `over` is what to type for such a run again where this one can't go on.
     """
-    onward = f"begin again: {over}" if over else f"go on: {_resume_words(run_dir)}" if run_dir else ""
-    kept = f"; what was measured is kept: {_again('report', str(run_dir))}, or {onward}" if run_dir else ""
+    kept = ""
+    if run_dir:
+        onward = f"begin again: {over}" if over else f"go on: {_resume_words(run_dir)}"
+        kept = f"; what was measured is kept: {_again('report', str(run_dir))}, or {onward}"
     try:
         with _terminated_politely():
             yield

@@ -314,10 +314,11 @@ def make_heard(out: Path, plan: Plan, sitting: Sitting) -> None:
     speech.record(speech.plan(texts, usable, plan.seed), out / HEARD, plan.workers, sitting.tell)
 
 
-def _clips(out: Path, corpus: str, texts: Sequence[str]) -> list[speech.Clip]:
-    """The clips of `corpus`; ValueError unless they say `texts`."""
+def _clips(out: Path, corpus: str) -> list[speech.Clip]:
+    """The clips of `corpus`; ValueError unless they say what the stage `texts` wrote for it."""
     found = speech.manifest(out / corpus)
-    if [clip.line.text for clip in found] != list(texts):
+    texts = [one.answer for one in _to_speak(out)] if corpus == SPOKEN else [line.text for line in _to_hear(out)]
+    if [clip.line.text for clip in found] != texts:
         raise ValueError(
             f"{out / corpus} says other texts than {out / 'texts'} has; fetch both from one place, or delete {out / corpus}"
         )
@@ -341,7 +342,7 @@ def _to_speak(out: Path) -> list[Example]:
 
 def train_codec(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Train the codec on what the main voice says."""
-    _clips(out, SPOKEN, [one.answer for one in _to_speak(out)])
+    _clips(out, SPOKEN)
     waves = codec_train.utterances(out / SPOKEN)
     codec_train.train(
         [wave for place, wave in enumerate(waves) if place % JUDGED_EVERY],
@@ -383,7 +384,7 @@ def make_codes(out: Path, plan: Plan, sitting: Sitting) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / AXES).exists():
         _fit_axes(out, plan, folder / AXES)
-    spoken = _clips(out, SPOKEN, [one.answer for one in _to_speak(out)])
+    spoken = _clips(out, SPOKEN)
     grouped = itertools.groupby(spoken, key=lambda clip: clip.shard)
     clips = {Path(shard).stem: list(found) for shard, found in grouped}
     # A clip is soon encoded: on a GPU it is the launches that take time, and processes share them out.
@@ -435,7 +436,7 @@ def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
 def make_mels(out: Path, plan: Plan, sitting: Sitting) -> None:
     """Write log-mel frames of everything that is heard."""
     bins = OmniConfig.parse(config()).audio.mel_bins
-    _clips(out, HEARD, [line.text for line in _to_hear(out)])
+    _clips(out, HEARD)
     mels.extract(out / HEARD, out / "mels", bins, plan.copies, plan.seed, plan.workers, sitting.tell)
 
 
@@ -715,7 +716,7 @@ def _check_made_from(out: Path) -> None:
                 stale = [other for other in STAGES if other == name or name in _all_needs(other)]
                 raise SettingError(
                     f"--out {out}: {name} was made from another {source} than is there now; bring that back, or delete what "
-                    f" came of it: {', '.join(str(out / one) for one in stale if (out / one).exists())}"
+                    f"came of it: {', '.join(str(out / one) for one in stale if (out / one).exists())}"
                 )
 
 
@@ -737,8 +738,9 @@ def run(
 
     Training stops within a step of the end and then saves, data within a shard, texts, export, score and card not at all:
     leave a minute to spare. `out`/log.jsonl gets a line for each stage that ran. SettingError, before anything is made, for a
-    stage that is not known or needs another one first, a GPU that is not there, or a folder that was begun with another plan;
-    WalkgateError for what goes wrong in a stage, with its name.
+    stage that is not known or needs another one first, a GPU that is not there, or a folder that was begun with another plan or
+    mixes what was made of one thing with what was made of another, and at the end for one that does so now; WalkgateError for
+    what goes wrong in a stage, with its name.
     """
     waiting = _waiting(out, plan, only)
     workdir.make(out)
