@@ -336,22 +336,26 @@ def _figure(amount: float) -> str:
 
 
 def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
-    rows = []
-    for stage, what in _STAGES.items():
-        lines = [line for line in log if line.stage == stage]
-        if lines:
-            devices = ", ".join(dict.fromkeys(line.device for line in lines if line.device))
-            rows.append((what, _minutes(lines), str(len(lines)), _steps(out, stage), devices or "not kept"))
     command = "omni tiny train" + (" --librispeech" if recipe.librispeech else "")
     return f"""## Training
 
-{_table(("stage", "minutes", "sittings", "last step logged", "device"), rows)}
+{_stage_table(out, log)}
 
 {_minutes(log)} minutes in all, with all starts. The command is `{command}`; its seeds are fixed, and other
 voices on the machine than those above make other data.
 
 ![losses over steps]({CURVES})
 """
+
+
+def _stage_table(out: Path, log: Sequence[LogLine]) -> str:
+    rows = []
+    for stage, what in _STAGES.items():
+        lines = [line for line in log if line.stage == stage]
+        if lines:
+            devices = ", ".join(dict.fromkeys(line.device for line in lines if line.device))
+            rows.append((what, _minutes(lines), str(len(lines)), _steps(out, stage), devices or "not kept"))
+    return _table(("stage", "minutes", "sittings", "last step logged", "device"), rows)
 
 
 def _minutes(lines: Sequence[LogLine]) -> str:
@@ -393,10 +397,15 @@ def _score_table(found: Mapping[str, Any]) -> str:
 
 
 def _rerun(out: Path) -> str:
+    log = _logged(out)
     return f"""## A rerun
 
-The same command, from nothing, once more. A training is planned in minutes, so no two make the same weights. This one took
-{_minutes(_logged(out))} minutes with all starts, and its model scored:
+Another training by the same plan, from nothing. A training is planned in minutes, so no two make the same weights. This one
+took {_minutes(log)} minutes in all, with all starts:
+
+{_stage_table(out, log)}
+
+Its model scored:
 
 {_score_table(_found(out))}
 """

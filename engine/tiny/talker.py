@@ -223,6 +223,15 @@ class Scale(nn.Module):
         rows = self.values @ self.powers
         return rows if self.special is None else torch.cat([rows, self.special])
 
+    def centred(self) -> Tensor:
+        """The table [tables, codes, width] less the row of the value 0, which adds the same to the scores of all codes.
+
+        Nothing in training holds that row back. Where it is large, bfloat16 keeps little of what rows differ by, and scores in
+        float32 are so coarse that the order of additions decides one code in ten thousand.
+        """
+        rows: Tensor = self.values[:, 1:] @ self.powers[..., 1:, :]
+        return rows
+
 
 class _Codec(Stack):
     """The Talker's stack with its table of codes and special ids."""
@@ -382,7 +391,8 @@ class Talker(nn.Module):
             if isinstance(module, Scale):
                 del parameters[f"{name}.powers"]
                 whole = parameters.pop(f"{name}.special", None) is not None
-                parameters[f"{name}.weight" if whole else name] = module()
+                scores = module is self.code_predictor.lm_head
+                parameters[f"{name}.weight" if whole else name] = module.centred() if scores else module()
         return tensors(parameters, "talker.")
 
 

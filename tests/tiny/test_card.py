@@ -105,10 +105,13 @@ def test_the_card_says_what_a_rerun_gave(out: Path):
     (rerun / "score").mkdir(parents=True)
     scores = {"device": "cpu", "scores": {"t2t_questions": {"count": 200, "exact": 94.5}}, "skipped": {}}
     (rerun / "score" / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
-    (rerun / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("thinker", 600.0, True)) + b"\n")
+    (rerun / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("thinker", 600.0, True, "Another GPU")) + b"\n")
+    (rerun / "thinker").mkdir()
+    (rerun / "thinker" / "curve.jsonl").write_text('{"step": 50}\n', encoding="utf-8")
     told = card.text(out / "model", out, RECIPE, SAID)
     told = told[told.index("## A rerun") : told.index("## What it sounds like")]
-    assert "\n10.0 minutes with all starts" in told
+    assert "\ntook 10.0 minutes in all, with all starts" in told
+    assert "| Thinker and audio encoder | 10.0 | 1 | 50 | Another GPU |" in told
     assert "| answer held-out questions | 200 | 94.5 |" in told
 
 
