@@ -386,14 +386,14 @@ class Talker(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of Talker and predictor under their released names, in their released shapes."""
-        parameters = dict(self.named_parameters())
+        parameters, tables = dict(self.named_parameters()), dict[str, Tensor]()
         for name, module in self.named_modules():
             if isinstance(module, Scale):
                 del parameters[f"{name}.powers"]
                 whole = parameters.pop(f"{name}.special", None) is not None
                 scores = module is self.code_predictor.lm_head
-                parameters[f"{name}.weight" if whole else name] = module.centred() if scores else module()
-        return tensors(parameters, "talker.")
+                tables[f"{name}.weight" if whole else name] = module.centred() if scores else module()
+        return tensors({**parameters, **tables}, "talker.")
 
 
 def corrupted(batch: SpeechBatch, most: float, codes: int, generator: torch.Generator | None = None) -> SpeechBatch:
