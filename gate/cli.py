@@ -567,7 +567,7 @@ def plant_change(
 
     `gate plant flip ../scratch --prompt p00`
 
-    `gate plant mute ../scratch --layer 2 --attention-head 2`
+    `gate plant mute ../scratch --layer 4 --attention-head 5`
     """
     with _reported():
         if kind not in plant.KINDS:
