@@ -170,6 +170,16 @@ def test_text_that_was_not_asked_for_is_spoken_but_not_sent() -> None:
     assert whole.usage is not None and whole.usage.completion_tokens == 3
 
 
+@pytest.mark.parametrize(("frames", "reason"), [(2, "length"), (20, "stop")])
+def test_a_text_that_is_only_spoken_is_written_no_further_than_its_speech(frames: int, reason: str) -> None:
+    engine = ScriptedEngine({"a": [5] * 50 + [END]}, {"a": 3})
+    engine.add("a", max_tokens=100, max_frames=frames, emit_text=False)
+    whole = merged(engine.run())["a"]
+    assert samples(whole.pcm) == list(range(min(frames, 3)))
+    assert (whole.finish_reason, whole.audio_finish_reason, whole.done) == (reason, reason, True)
+    assert whole.usage is not None and whole.usage.completion_tokens < 20
+
+
 def test_the_end_of_the_text_is_told_when_it_ends_and_the_end_of_the_speech_when_all_is_heard() -> None:
     engine = ScriptedEngine({"a": [5, END]}, {"a": 9})
     engine.add("a", max_frames=20)
