@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.errors import CheckpointError, RequestError
+from engine.model.config import read_object
 
 # What a word is to Qwen2's tokenizers; needed only for folders that come as vocab.json and merges.txt.
 _WORDS = (
@@ -21,6 +23,8 @@ _WORDS = (
 Message = Mapping[str, object]
 # Templates tell audio by its type and by the key; what the key holds, they don't show.
 AUDIO_PART = {"type": "audio", "audio": "clip"}
+# What a user says to a template that is read, to see that it gets into the prompt.
+_PROBE = "walkgateprobe"
 _ADDED_KEYS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -59,11 +63,42 @@ def _from_parts(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _json(path: Path) -> dict[str, dict[str, dict[str, object]]]:
-    if not path.is_file():
+def _json(path: Path) -> dict[str, Any]:
+    """The object of a file, empty without the file; CheckpointError when it can't be read."""
+    try:
+        return read_object(path)
+    except FileNotFoundError:
         return {}
-    data = json.loads(path.read_text(encoding="utf-8"))
-    return data if isinstance(data, dict) else {}
+
+
+def _text(path: Path) -> str | None:
+    """The text of a file, None without the file; CheckpointError when it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from None
+
+
+def _special_tokens(path: Path, settings: Mapping[str, object]) -> dict[str, str]:
+    """Those of `settings`, read from `path`, that templates may name; each is text, or an object that holds it."""
+    found: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "pad_token"):
+        token = settings.get(key)
+        if not token:
+            continue
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            raise CheckpointError(f"{path}: {key} must be text, or an object with its text as content, is {token!r}")
+        found[key] = text
+    return found
+
+
+class _Refusal(jinja2.TemplateError):
+    """What a template raises on purpose."""
 
 
 class ChatTemplate:
@@ -79,22 +114,47 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template can't be compiled: {error}") from None
+        except Exception as error:  # Jinja's own, and what a nesting too deep for Python's compiler raises
+            raise CheckpointError(f"the chat template can't be compiled: {_words(error)}") from None
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """Read `chat_template.jinja`, `chat_template.json`, or the entry of `tokenizer_config.json`, in this order."""
-        settings = _json(folder / "tokenizer_config.json")
-        tokens = {key: str(settings[key]) for key in ("bos_token", "eos_token", "pad_token") if settings.get(key)}
-        plain = folder / "chat_template.jinja"
-        if plain.is_file():
-            return cls(plain.read_text(encoding="utf-8"), tokens)
-        for found in (_json(folder / "chat_template.json"), settings):
+        """Read `chat_template.jinja`, `chat_template.json`, or the entry of `tokenizer_config.json`, in this order.
+
+        CheckpointError names a file that can't be read, or whose template fails or leaves out what a user says.
+        """
+        plain, boxed, rest = (
+            folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+        )
+        settings = _json(rest)
+        tokens = _special_tokens(rest, settings)
+        source = _text(plain)
+        if source is not None:
+            return cls._checked(plain, source, tokens)
+        for path, found in ((boxed, _json(boxed)), (rest, settings)):
             source = found.get("chat_template")
             if isinstance(source, str):
-                return cls(source, tokens)
+                return cls._checked(path, source, tokens)
         raise CheckpointError(f"{folder} has no chat template: chat_template.jinja, or chat_template.json")
+
+    @classmethod
+    def _checked(cls, path: Path, source: str, tokens: Mapping[str, str]) -> ChatTemplate:
+        """The template of `path`, once it has shown that it renders a user's message."""
+        try:
+            template = cls(source, tokens)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        try:
+            shown = template._rendered([{"role": "user", "content": _PROBE}])
+        except _Refusal:  # by a rule of its own, which it tells who sends a message that it does not take
+            return template
+        except Exception as error:
+            raise CheckpointError(f"{path}: the chat template fails on a user's message: {_words(error)}") from None
+        if _PROBE not in shown:
+            raise CheckpointError(
+                f"{path}: the chat template leaves out what the user says; put message.content into it"
+            )
+        return template
 
     def user_turn(self, text: str, system: str | None, clips: int) -> str:
         """Render one user turn (`clips` audio parts, then the text) and the start of the answer; RequestError if it refuses."""
@@ -106,9 +166,13 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """Render a conversation and the start of the answer; RequestError if the template refuses it."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._tokens)
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template refuses this: {error}", field="text", code="template") from None
+            return self._rendered(messages)
+        except Exception as error:  # Jinja's own, and whatever the template's expressions raise
+            message = f"the chat template refuses this: {_words(error)}"
+            raise RequestError(message, field="text", code="template") from None
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._tokens)
 
 
 def message_texts(message: Message) -> Iterator[str]:
@@ -136,5 +200,10 @@ def _to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
+def _words(error: Exception) -> str:
+    """What an error says, on one line; its name if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)

@@ -7,6 +7,7 @@ released values, so an absent key is an error that names it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import TypeVar
 from engine.errors import CheckpointError
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Half a chunk's mel frames: a prompt has 13 placeholders for each 100 frames, and only this width gives as many rows.
+AUDIO_WINDOW = 50
 T = TypeVar("T")
 
 
@@ -194,15 +197,9 @@ class OmniConfig:
         """Read `config.json` of a model folder; CheckpointError when it is missing, not JSON, or incomplete."""
         path = folder / "config.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_object(path)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} has no config.json; name a model folder") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
-        except ValueError as error:  # not UTF-8, or not JSON
-            raise CheckpointError(f"{path} is not JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{path} must hold an object, holds a {type(data).__name__}")
         try:
             return cls.parse(data)
         except CheckpointError as error:
@@ -214,18 +211,39 @@ class OmniConfig:
         root = _Section(data, "")
         root.only("model_type", "qwen3_omni_moe")
         thinker = root.section("thinker_config")
-        talker = root.section("talker_config") if root.flag("enable_audio_output") else None
+        speech = root.section("talker_config") if root.flag("enable_audio_output") else None
         stack = _stack(thinker.section("text_config"))
+        talker = None if speech is None else _talker(speech, stack.layers)
+        wave = None if speech is None else _code2wav(root.section("code2wav_config"))
+        if talker is not None and wave is not None:
+            _check_groups(talker, wave)
         return cls(
             thinker=stack,
             audio=_audio(thinker.section("audio_config")),
             vision=_vision(thinker.section("vision_config")),
-            talker=None if talker is None else _talker(talker, stack.layers),
-            code2wav=None if talker is None else _code2wav(root.section("code2wav_config")),
-            ids=_ids(root, thinker),
-            positions_per_second=thinker.whole("position_id_per_seconds"),
+            talker=talker,
+            code2wav=wave,
+            ids=_ids(root, thinker, stack.vocab),
+            positions_per_second=thinker.positive("position_id_per_seconds"),
             dtype=_dtype(root, thinker),
         )
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """Read a JSON file that holds an object; CheckpointError names what it is instead, FileNotFoundError when it is missing."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} can't be read: its brackets are nested too deep") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold an object, holds a {type(data).__name__}")
+    return data
 
 
 class _Section:
@@ -252,21 +270,66 @@ class _Section:
     def whole(self, key: str) -> int:
         return self._get(key, _is_whole, lambda value: int(str(value)), "a whole number")
 
-    def token(self, key: str, vocab: int) -> int:
-        """An id of a vocabulary of `vocab`."""
+    def at_least(self, key: str, least: int) -> int:
         value = self.whole(key)
-        if not 0 <= value < vocab:
-            raise CheckpointError(f"config.json: {self.dotted(key)} must be from 0 to {vocab - 1}, is {value}")
+        if value < least:
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be at least {least}, is {value}")
         return value
 
+    def positive(self, key: str) -> int:
+        """A size or a count, of which there can't be none."""
+        return self.at_least(key, 1)
+
+    def between(self, key: str, least: int, most: int) -> int:
+        value = self.whole(key)
+        if not least <= value <= most:
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be from {least} to {most}, is {value}")
+        return value
+
+    def divisor(self, key: str, total: int, what: str) -> int:
+        """A count that shares `total`, which is called `what`, out evenly."""
+        value = self.positive(key)
+        if total % value:
+            raise CheckpointError(f"config.json: {self.dotted(key)} must divide {what} ({total}), is {value}")
+        return value
+
+    def token(self, key: str, vocab: int) -> int:
+        """An id of a vocabulary of `vocab`."""
+        return self.between(key, 0, vocab - 1)
+
     def number(self, key: str) -> float:
-        return self._get(key, _is_number, lambda value: float(str(value)), "a number")
+        """A finite number: Python's JSON reads NaN and Infinity too."""
+        value = self._get(key, _is_number, lambda value: float(str(value)), "a number")
+        if not math.isfinite(value):
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be a finite number, is {value}")
+        return value
+
+    def base(self, key: str) -> float:
+        """The base of rotary positions."""
+        value = self.number(key)
+        if value <= 0:
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be above 0, is {value}")
+        return value
+
+    def epsilon(self, key: str) -> float:
+        """What a norm adds to a mean of squares."""
+        value = self.number(key)
+        if value < 0:
+            raise CheckpointError(f"config.json: {self.dotted(key)} must be at least 0, is {value}")
+        return value
 
     def flag(self, key: str) -> bool:
         return self._get(key, lambda value: isinstance(value, bool), bool, "true or false")
 
     def wholes(self, key: str) -> tuple[int, ...]:
         return self._get(key, _is_wholes, _as_wholes, "a list of whole numbers")
+
+    def positives(self, key: str) -> tuple[int, ...]:
+        values = self.wholes(key)
+        if not values or min(values) < 1:
+            place = self.dotted(key)
+            raise CheckpointError(f"config.json: {place} must be whole numbers of at least 1, is {list(values)}")
+        return values
 
     def tokens(self, key: str, vocab: int) -> dict[str, int]:
         """An object of such ids, at least one."""
@@ -282,9 +345,9 @@ class _Section:
     def only(self, key: str, *served: object) -> None:
         """Refuse a value that the engine can't serve. An absent key means the first of `served`."""
         if key in self and self.data[key] not in served:
-            raise CheckpointError(
-                f"config.json: {self.dotted(key)} is {self.data[key]!r}; only {served[0]!r} is served"
-            )
+            *rest, last = map(repr, served)
+            which = f"{', '.join(rest)} and {last} are" if rest else f"{last} is"
+            raise CheckpointError(f"config.json: {self.dotted(key)} is {self.data[key]!r}; only {which} served")
 
 
 def _is_whole(value: object) -> bool:
@@ -322,9 +385,9 @@ def _rope(section: _Section) -> tuple[float, _Section]:
     """Base and rope object, from `rope_parameters` or from `rope_theta` with `rope_scaling` (which may be absent)."""
     if "rope_parameters" in section:
         rope = section.section("rope_parameters")
-        theta = rope.number("rope_theta")
+        theta = rope.base("rope_theta")
     else:
-        theta = section.number("rope_theta")
+        theta = section.base("rope_theta")
         rope = section.section("rope_scaling") if "rope_scaling" in section else _Section({}, section.place)
     rope.only("rope_type", "default")
     return theta, rope
@@ -334,7 +397,7 @@ def _mrope(section: _Section) -> tuple[float, tuple[int, int, int]]:
     theta, rope = _rope(section)
     rope.only("interleaved", True)
     sections = rope.wholes("mrope_section")
-    if len(sections) != 3 or 2 * sum(sections) != section.whole("head_dim"):
+    if len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != section.whole("head_dim"):
         half = section.whole("head_dim") // 2
         raise CheckpointError(
             f"config.json: {rope.dotted('mrope_section')} must be three numbers that sum to {half}, is {list(sections)}"
@@ -344,10 +407,10 @@ def _mrope(section: _Section) -> tuple[float, tuple[int, int, int]]:
 
 def _experts(section: _Section) -> int:
     """Experts under either name; both may stand there if they agree."""
-    found = {key: section.whole(key) for key in ("num_experts", "num_local_experts") if key in section}
+    found = {key: section.positive(key) for key in ("num_experts", "num_local_experts") if key in section}
     if len(set(found.values())) > 1:
         raise CheckpointError(f"config.json: {section.place} says both {found}; make them equal")
-    return next(iter(found.values())) if found else section.whole("num_experts")
+    return next(iter(found.values())) if found else section.positive("num_experts")
 
 
 def _plain_layers(section: _Section) -> None:
@@ -364,39 +427,43 @@ def _stack(section: _Section) -> StackConfig:
     section.only("use_qk_norm", True)
     section.only("use_sliding_window", False)
     theta, sections = _mrope(section)
+    heads, experts = section.positive("num_attention_heads"), _experts(section)
     return StackConfig(
-        vocab=section.whole("vocab_size"),
-        hidden=section.whole("hidden_size"),
-        layers=section.whole("num_hidden_layers"),
-        heads=section.whole("num_attention_heads"),
-        kv_heads=section.whole("num_key_value_heads"),
-        head_dim=section.whole("head_dim"),
-        experts=_experts(section),
-        top_k=section.whole("num_experts_per_tok"),
+        vocab=section.positive("vocab_size"),
+        hidden=section.positive("hidden_size"),
+        layers=section.positive("num_hidden_layers"),
+        heads=heads,
+        kv_heads=section.divisor("num_key_value_heads", heads, "num_attention_heads"),
+        head_dim=section.positive("head_dim"),
+        experts=experts,
+        top_k=section.between("num_experts_per_tok", 1, experts),
         norm_topk=section.flag("norm_topk_prob"),
-        moe_inter=section.whole("moe_intermediate_size"),
-        shared_inter=section.whole("shared_expert_intermediate_size"),
-        eps=section.number("rms_norm_eps"),
+        moe_inter=section.positive("moe_intermediate_size"),
+        shared_inter=section.at_least("shared_expert_intermediate_size", 0),
+        eps=section.epsilon("rms_norm_eps"),
         rope_theta=theta,
         mrope_section=sections,
-        max_positions=section.whole("max_position_embeddings"),
+        max_positions=section.positive("max_position_embeddings"),
     )
 
 
 def _audio(section: _Section) -> AudioConfig:
     section.only("activation_function", "gelu")
     section.only("scale_embedding", False)
+    section.only("n_window", AUDIO_WINDOW)
+    hidden, window = section.positive("d_model"), section.whole("n_window")
     return AudioConfig(
-        mel_bins=section.whole("num_mel_bins"),
-        hidden=section.whole("d_model"),
-        layers=section.whole("encoder_layers"),
-        heads=section.whole("encoder_attention_heads"),
-        inter=section.whole("encoder_ffn_dim"),
-        channels=section.whole("downsample_hidden_size"),
-        out=section.whole("output_dim"),
-        window=section.whole("n_window"),
-        window_infer=section.whole("n_window_infer"),
-        max_positions=section.whole("max_source_positions"),
+        mel_bins=section.positive("num_mel_bins"),
+        hidden=hidden,
+        layers=section.positive("encoder_layers"),
+        heads=section.divisor("encoder_attention_heads", hidden, "d_model"),
+        inter=section.positive("encoder_ffn_dim"),
+        channels=section.positive("downsample_hidden_size"),
+        out=section.positive("output_dim"),
+        window=window,
+        # Attention sees whole chunks, so a window holds one or more.
+        window_infer=section.at_least("n_window_infer", 2 * window),
+        max_positions=section.positive("max_source_positions"),
     )
 
 
@@ -420,16 +487,17 @@ def _predictor(section: _Section) -> PredictorConfig:
     _plain_layers(section)
     section.only("use_sliding_window", False)
     theta, _ = _rope(section)
+    heads = section.positive("num_attention_heads")
     return PredictorConfig(
-        vocab=section.whole("vocab_size"),
-        hidden=section.whole("hidden_size"),
-        layers=section.whole("num_hidden_layers"),
-        heads=section.whole("num_attention_heads"),
-        kv_heads=section.whole("num_key_value_heads"),
-        head_dim=section.whole("head_dim"),
-        inter=section.whole("intermediate_size"),
-        groups=section.whole("num_code_groups"),
-        eps=section.number("rms_norm_eps"),
+        vocab=section.positive("vocab_size"),
+        hidden=section.positive("hidden_size"),
+        layers=section.positive("num_hidden_layers"),
+        heads=heads,
+        kv_heads=section.divisor("num_key_value_heads", heads, "num_attention_heads"),
+        head_dim=section.positive("head_dim"),
+        inter=section.positive("intermediate_size"),
+        groups=section.at_least("num_code_groups", 2),  # the first is the Talker's own
+        eps=section.epsilon("rms_norm_eps"),
         rope_theta=theta,
     )
 
@@ -437,6 +505,9 @@ def _predictor(section: _Section) -> PredictorConfig:
 def _accept_layer(section: _Section, thinker_layers: int) -> int:
     # After the last layer there is a norm too, so its output is no state to accept.
     layer = section.whole("accept_hidden_layer")
+    if thinker_layers < 2:
+        place = "thinker_config.text_config.num_hidden_layers"
+        raise CheckpointError(f"config.json: {place} must be at least 2 where there is a talker, is {thinker_layers}")
     if not 1 <= layer < thinker_layers:
         place = section.dotted("accept_hidden_layer")
         raise CheckpointError(f"config.json: {place} must be between 1 and {thinker_layers - 1}, is {layer}")
@@ -457,52 +528,83 @@ def _talker(section: _Section, thinker_layers: int) -> TalkerConfig:
             think_bos=section.token("codec_think_bos_id", stack.vocab),
             think_eos=section.token("codec_think_eos_id", stack.vocab),
         ),
-        speakers={name.lower(): codec for name, codec in section.tokens("speaker_id", stack.vocab).items()},
+        speakers=_speakers(section, stack.vocab),
         accept_layer=_accept_layer(section, thinker_layers),
-        thinker_hidden=section.whole("thinker_hidden_size"),
-        proj_inter=text.whole("intermediate_size"),
-        groups=section.whole("num_code_groups"),
+        thinker_hidden=section.positive("thinker_hidden_size"),
+        proj_inter=text.positive("intermediate_size"),
+        groups=section.positive("num_code_groups"),
     )
+
+
+def _speakers(section: _Section, vocab: int) -> dict[str, int]:
+    """Codec ids by lower-case name, as requests may write names in any case."""
+    speakers = section.tokens("speaker_id", vocab)
+    names: dict[str, str] = {}
+    for name in speakers:
+        other = names.setdefault(name.lower(), name)
+        if other != name:
+            place = section.dotted("speaker_id")
+            raise CheckpointError(
+                f"config.json: {place} has {other!r} and {name!r}; names must differ in lower case too"
+            )
+    return {name.lower(): codec for name, codec in speakers.items()}
+
+
+def _check_groups(talker: TalkerConfig, wave: Code2WavConfig) -> None:
+    """Refuse a vocoder that takes frames of another size than the code predictor makes."""
+    found = {
+        "talker_config.num_code_groups": talker.groups,
+        "talker_config.code_predictor_config.num_code_groups": talker.predictor.groups,
+        "code2wav_config.num_quantizers": wave.quantizers,
+    }
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{key} is {count}" for key, count in found.items())
+        raise CheckpointError(f"config.json: {said}; make them equal")
 
 
 def _code2wav(section: _Section) -> Code2WavConfig:
     _plain_layers(section)
     theta, _ = _rope(section)
-    hidden, heads = section.whole("hidden_size"), section.whole("num_attention_heads")
+    hidden, heads = section.positive("hidden_size"), section.positive("num_attention_heads")
     return Code2WavConfig(
-        codebook=section.whole("codebook_size"),
-        quantizers=section.whole("num_quantizers"),
+        codebook=section.positive("codebook_size"),
+        quantizers=section.positive("num_quantizers"),
         hidden=hidden,
-        inter=section.whole("intermediate_size"),
-        layers=section.whole("num_hidden_layers"),
+        inter=section.positive("intermediate_size"),
+        layers=section.positive("num_hidden_layers"),
         heads=heads,
-        kv_heads=section.whole("num_key_value_heads"),
+        kv_heads=section.positive("num_key_value_heads"),
         # The released file names no head_dim here: the heads share the width out among themselves.
-        head_dim=section.whole("head_dim") if "head_dim" in section else hidden // heads,
-        window=section.whole("sliding_window"),
-        decoder_dim=section.whole("decoder_dim"),
-        rates=section.wholes("upsample_rates"),
-        ratios=section.wholes("upsampling_ratios"),
-        eps=section.number("rms_norm_eps"),
+        head_dim=section.positive("head_dim") if "head_dim" in section else _head_dim(section, hidden),
+        window=section.positive("sliding_window"),
+        decoder_dim=section.positive("decoder_dim"),
+        rates=section.positives("upsample_rates"),
+        ratios=section.positives("upsampling_ratios"),
+        eps=section.epsilon("rms_norm_eps"),
         rope_theta=theta,
     )
 
 
-def _ids(root: _Section, thinker: _Section) -> SpecialIds:
+def _head_dim(section: _Section, hidden: int) -> int:
+    """The width of each head where they share `hidden`: an even one, as positions turn pairs."""
+    return 2 * (hidden // 2 // section.divisor("num_attention_heads", hidden // 2, "half of hidden_size"))
+
+
+def _ids(root: _Section, thinker: _Section, vocab: int) -> SpecialIds:
     return SpecialIds(
-        im_start=root.whole("im_start_token_id"),
-        im_end=root.whole("im_end_token_id"),
-        tts_pad=root.whole("tts_pad_token_id"),
-        tts_bos=root.whole("tts_bos_token_id"),
-        tts_eos=root.whole("tts_eos_token_id"),
-        system=root.whole("system_token_id"),
-        user=root.whole("user_token_id"),
-        assistant=root.whole("assistant_token_id"),
-        audio=thinker.whole("audio_token_id"),
-        audio_start=thinker.whole("audio_start_token_id"),
-        audio_end=thinker.whole("audio_end_token_id"),
-        image=thinker.whole("image_token_id"),
-        video=thinker.whole("video_token_id"),
-        vision_start=thinker.whole("vision_start_token_id"),
-        vision_end=thinker.whole("vision_end_token_id"),
+        im_start=root.token("im_start_token_id", vocab),
+        im_end=root.token("im_end_token_id", vocab),
+        tts_pad=root.token("tts_pad_token_id", vocab),
+        tts_bos=root.token("tts_bos_token_id", vocab),
+        tts_eos=root.token("tts_eos_token_id", vocab),
+        system=root.token("system_token_id", vocab),
+        user=root.token("user_token_id", vocab),
+        assistant=root.token("assistant_token_id", vocab),
+        audio=thinker.token("audio_token_id", vocab),
+        audio_start=thinker.token("audio_start_token_id", vocab),
+        audio_end=thinker.token("audio_end_token_id", vocab),
+        image=thinker.token("image_token_id", vocab),
+        video=thinker.token("video_token_id", vocab),
+        vision_start=thinker.token("vision_start_token_id", vocab),
+        vision_end=thinker.token("vision_end_token_id", vocab),
     )

@@ -5,7 +5,6 @@ Runs in the front process, off its event loop. No torch. Every fault is a Reques
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from engine.detokenize import TokenBytes
 from engine.errors import CheckpointError, RequestError
 from engine.model.chat import ChatTemplate, Message, load_tokenizer, message_parts, message_texts
 from engine.model.clips import HOP, SAMPLE_RATE, WINDOW, Sound, decode, log_mel
-from engine.model.config import OmniConfig, SpecialIds
+from engine.model.config import OmniConfig, SpecialIds, read_object
 from engine.model.generation import Generation
 from engine.model.positions import TOKENS_PER_CHUNK, audio_tokens
 from engine.request import Clip, Request, Speech
@@ -145,8 +144,12 @@ class Processor:
             return self._given(inputs.prompt_token_ids or ())
         self._check_size(inputs)
         rendered = self._rendered(inputs)
-        self._check_characters(inputs.prompt_field, len(rendered))
-        return self.token_ids(rendered)
+        name = inputs.prompt_field
+        self._check_characters(name, len(rendered))
+        ids = self.token_ids(rendered)
+        if not ids:  # a template may render nothing of a conversation
+            raise RequestError(f"{name} makes a prompt of no tokens; give some text", field=name, code="empty")
+        return ids
 
     def token_ids(self, text: str) -> list[int]:
         """The ids of `text`, special tokens in it included."""
@@ -294,11 +297,9 @@ def _too_long(name: str, what: str, limit: int) -> RequestError:
 def _check_mel(path: Path, mel_bins: int) -> None:
     """Refuse a checkpoint whose audio was prepared in another way than `log_mel` does it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold an object, holds a {type(found).__name__}")
+        found = read_object(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
     wanted = {"feature_size": mel_bins, "sampling_rate": SAMPLE_RATE, "n_fft": WINDOW, "hop_length": HOP, "dither": 0.0}
     for key, value in wanted.items():
         if found.get(key, value) != value:

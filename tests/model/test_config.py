@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import CheckpointError
 from engine.model.config import OmniConfig, SpecialIds
+from engine.model.released import released_config
 from tests.shared import shared
 
 
@@ -126,12 +127,90 @@ def test_an_absent_key_is_named_and_has_no_default(data, key):
         ("thinker_config.text_config.rope_scaling.rope_type", "yarn", "rope_type is 'yarn'; only 'default' is served"),
         ("talker_config.accept_hidden_layer", 6, "accept_hidden_layer must be between 1 and 5, is 6"),
         ("model_type", "qwen2_5_omni", "model_type is 'qwen2_5_omni'; only 'qwen3_omni_moe' is served"),
-        ("dtype", "int8", "dtype is 'int8'"),
+        ("dtype", "int8", "dtype is 'int8'; only 'float32', 'bfloat16' and 'float16' are served"),
+        ("thinker_config.audio_config.n_window", 0, "n_window is 0; only 50 is served"),
+        ("thinker_config.audio_config.n_window", 100, "n_window is 100; only 50 is served"),
+        ("thinker_config.text_config.rope_scaling.mrope_section", [-1, 9, 8], "must be three numbers that sum to 16"),
+        ("talker_config.num_code_groups", 8, "talker_config.num_code_groups is 8, .*; make them equal"),
+        ("talker_config.code_predictor_config.num_code_groups", 8, "num_code_groups is 8, .*; make them equal"),
+        ("code2wav_config.num_quantizers", 8, "code2wav_config.num_quantizers is 8; make them equal"),
+        (
+            "talker_config.speaker_id",
+            {"Ethan": 5, "ethan": 6},
+            r"talker_config\.speaker_id has 'Ethan' and 'ethan'; names must differ in lower case too",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_served_is_named(data, key, value, message):
     with pytest.raises(CheckpointError, match=message):
         OmniConfig.parse(with_value(data, key, value))
+
+
+THINKER, TALKER = "thinker_config.text_config", "talker_config.text_config"
+AUDIO, PREDICTOR = "thinker_config.audio_config", "talker_config.code_predictor_config"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bounds"),
+    [
+        (f"{THINKER}.num_hidden_layers", 0, "be at least 1"),
+        (f"{THINKER}.num_hidden_layers", 1, "be at least 2 where there is a talker"),
+        (f"{THINKER}.vocab_size", 0, "be at least 1"),
+        (f"{THINKER}.num_attention_heads", 0, "be at least 1"),
+        (f"{THINKER}.num_key_value_heads", 3, "divide num_attention_heads (4)"),
+        (f"{THINKER}.max_position_embeddings", 0, "be at least 1"),
+        (f"{TALKER}.max_position_embeddings", -5, "be at least 1"),
+        (f"{TALKER}.shared_expert_intermediate_size", -1, "be at least 0"),
+        (f"{THINKER}.num_experts", 0, "be at least 1"),
+        (f"{THINKER}.num_experts_per_tok", 0, "be from 1 to 16"),
+        (f"{THINKER}.num_experts_per_tok", 17, "be from 1 to 16"),
+        (f"{TALKER}.num_experts_per_tok", 9, "be from 1 to 8"),
+        (f"{THINKER}.rope_theta", 0.0, "be above 0"),
+        (f"{PREDICTOR}.rope_theta", -1.0, "be above 0"),
+        ("code2wav_config.rope_theta", 0.0, "be above 0"),
+        (f"{THINKER}.rope_theta", float("inf"), "be a finite number"),
+        (f"{THINKER}.rms_norm_eps", float("nan"), "be a finite number"),
+        (f"{THINKER}.rms_norm_eps", -1e-6, "be at least 0"),
+        (f"{TALKER}.rms_norm_eps", -1e-6, "be at least 0"),
+        (f"{PREDICTOR}.rms_norm_eps", -1e-6, "be at least 0"),
+        ("code2wav_config.rms_norm_eps", -1e-5, "be at least 0"),
+        (f"{AUDIO}.n_window_infer", 0, "be at least 100"),
+        (f"{AUDIO}.n_window_infer", 99, "be at least 100"),
+        (f"{AUDIO}.encoder_attention_heads", 0, "be at least 1"),
+        (f"{AUDIO}.encoder_attention_heads", 5, "divide d_model (48)"),
+        (f"{PREDICTOR}.num_code_groups", 1, "be at least 2"),
+        ("code2wav_config.num_attention_heads", 0, "be at least 1"),
+        ("code2wav_config.num_attention_heads", 5, "divide half of hidden_size (16)"),
+        ("code2wav_config.num_attention_heads", 32, "divide half of hidden_size (16)"),
+        ("code2wav_config.sliding_window", 0, "be at least 1"),
+        ("code2wav_config.sliding_window", -8, "be at least 1"),
+        ("code2wav_config.upsample_rates", [8, 0], "be whole numbers of at least 1"),
+    ],
+)
+def test_a_number_out_of_bounds_is_named_with_them(data: dict, key: str, value: object, bounds: str):
+    with pytest.raises(CheckpointError) as refused:
+        OmniConfig.parse(with_value(data, key, value))
+    assert str(refused.value) == f"config.json: {key} must {bounds}, is {value}"
+
+
+def test_the_built_in_released_shapes_are_in_bounds():
+    assert OmniConfig.parse(released_config()).has_talker
+
+
+ROOT_IDS = [f"{word}_token_id" for word in ("im_start", "im_end", "tts_pad", "tts_bos", "tts_eos")]
+ROOT_IDS += [f"{word}_token_id" for word in ("system", "user", "assistant")]
+MEDIA_IDS = ("audio", "audio_start", "audio_end", "image", "video", "vision_start", "vision_end")
+
+
+@pytest.mark.parametrize("key", [*ROOT_IDS, *(f"thinker_config.{word}_token_id" for word in MEDIA_IDS)])
+@pytest.mark.parametrize("value", [-1, 512, 10**6])
+def test_a_special_id_outside_the_thinkers_vocabulary_is_named_with_the_file(
+    data: dict, tmp_path: Path, key: str, value: int
+):
+    (tmp_path / "config.json").write_text(json.dumps(with_value(data, key, value)))
+    with pytest.raises(CheckpointError) as refused:
+        OmniConfig.load(tmp_path)
+    assert str(refused.value) == f"{tmp_path / 'config.json'}: {key} must be from 0 to 511, is {value}"
 
 
 def test_a_model_that_makes_text_only_needs_no_talker(data):
@@ -156,10 +235,13 @@ def test_a_folder_without_config_and_a_config_that_is_no_json_are_told_apart(tmp
         OmniConfig.load(tmp_path)
 
 
-def test_a_config_that_is_not_utf8_or_a_folder_is_named(tmp_path: Path):
+def test_a_config_that_is_not_utf8_nested_too_deep_or_a_folder_is_named(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(CheckpointError, match=r"config.json is not JSON: 'utf-8' codec"):
+        OmniConfig.load(tmp_path)
+    path.write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config.json can't be read: its brackets are nested too deep"):
         OmniConfig.load(tmp_path)
     path.unlink()
     path.mkdir()

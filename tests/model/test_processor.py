@@ -320,6 +320,118 @@ def test_a_template_cannot_reach_out_of_its_sandbox():
 
 
 @pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("'x' + 5", "can only concatenate str"),
+        ("range(10 ** 9) | list", "Range too big"),
+        ("(2.0 * messages | length) ** 9999", "Numerical result out of range"),
+        ("1 // (messages | length - 1)", "division"),
+    ],
+)
+def test_whatever_a_template_raises_is_the_requests_fault_in_words(expression: str, words: str):
+    with pytest.raises(RequestError, match=f"the chat template refuses this: .*{words}") as refused:
+        ChatTemplate("{{ " + expression + " }}", {}).user_turn("a", None, 0)
+    assert refused.value.code == "template"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("", "the chat template leaves out what the user says; put message.content into it"),
+        ("hello", "the chat template leaves out what the user says; put message.content into it"),
+        ("{% for message in messages %}{{ message.role }}{% endfor %}", "leaves out what the user says"),
+        ("{{ messages[0].content + 5 }}", "the chat template fails on a user's message: can only concatenate str"),
+        ("{{ nothing.of_this }}", "the chat template fails on a user's message: 'nothing' is undefined"),
+        ("{% for %}", "the chat template can't be compiled"),
+        (b"{{ messages[0].content }} \xe9", "is not UTF-8: 'utf-8' codec can't decode"),
+        (None, "can't be read: Is a directory"),
+    ],
+)
+def test_a_template_that_makes_no_prompt_is_refused_with_its_file(
+    tiny_checkpoint: Path, tmp_path: Path, source: str | bytes | None, words: str
+):
+    path = copied(tiny_checkpoint, tmp_path, "chat_template.jinja") / "chat_template.jinja"
+    put(path, source)
+    with pytest.raises(CheckpointError, match=words) as refused:
+        Processor.load(tmp_path, OmniConfig.load(tiny_checkpoint), 4096)
+    message = str(refused.value)
+    assert message.startswith(str(path)) and "\n" not in message
+
+
+def test_a_template_that_refuses_a_message_by_a_rule_of_its_own_is_taken(tiny_checkpoint: Path, tmp_path: Path):
+    copied(tiny_checkpoint, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only long\nquestions') }}")
+    template = ChatTemplate.load(tmp_path)
+    with pytest.raises(RequestError, match="the chat template refuses this: only long questions"):
+        template.user_turn("a", None, 0)
+
+
+def test_a_prompt_of_no_tokens_is_refused(processor: Processor):
+    bare = replace(processor, template=ChatTemplate("{{ messages[0].content }}", {}))
+    with pytest.raises(RequestError, match="messages makes a prompt of no tokens; give some text") as refused:
+        bare.complete(DRAFT, Inputs(messages=[{"role": "user", "content": ""}]))
+    assert (refused.value.field, refused.value.code) == ("messages", "empty")
+
+
+def settings_with(folder: Path, changes: dict[str, object]) -> None:
+    """Change keys of a folder's `tokenizer_config.json`."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("key", ["bos_token", "eos_token", "pad_token"])
+def test_a_special_token_that_is_an_object_reads_as_its_text(tiny_checkpoint: Path, tmp_path: Path, key: str):
+    copied(tiny_checkpoint, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ " + key + " }}")
+    token = {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False, "normalized": False}
+    settings_with(tmp_path, {key: token})
+    assert ChatTemplate.load(tmp_path).user_turn("a", None, 0) == "a<|im_end|>"
+
+
+@pytest.mark.parametrize("token", [5, ["<|im_end|>"], {"lstrip": False}, {"content": 5}])
+def test_a_special_token_without_text_is_named(tiny_checkpoint: Path, tmp_path: Path, token: object):
+    settings_with(copied(tiny_checkpoint, tmp_path), {"eos_token": token})
+    with pytest.raises(CheckpointError) as refused:
+        ChatTemplate.load(tmp_path)
+    place = f"{tmp_path / 'tokenizer_config.json'}: eos_token"
+    assert str(refused.value) == f"{place} must be text, or an object with its text as content, is {token!r}"
+
+
+def put(path: Path, content: str | bytes | None) -> None:
+    """Write a file anew, or make a folder in its place."""
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "preprocessor_config.json", "chat_template.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is not JSON: Expecting value"),
+        (b'{"a": "\xe9"}', "is not JSON: 'utf-8' codec"),
+        ("[" * 100_000, "can't be read: its brackets are nested too deep"),
+        ("[]", "must hold an object, holds a list"),
+        ('"x"', "must hold an object, holds a str"),
+        (None, "can't be read: Is a directory"),
+    ],
+    ids=["empty", "latin-1", "nested", "a list", "a string", "a folder"],
+)
+def test_settings_that_cannot_be_read_are_named(
+    tiny_checkpoint: Path, tmp_path: Path, name: str, content: str | bytes | None, words: str
+):
+    leave_out = ["chat_template.jinja"] if name == "chat_template.json" else []
+    copied(tiny_checkpoint, tmp_path, *leave_out)
+    put(tmp_path / name, content)
+    with pytest.raises(CheckpointError) as refused:
+        Processor.load(tmp_path, OmniConfig.load(tmp_path), 4096)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / name} {words}") and "\n" not in message
+
+
+@pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("preprocessor_config.json", None, "preprocessor_config.json can't be read"),
