@@ -286,6 +286,7 @@ def train(
     if not stages.run(out, plans[plan](librispeech, seed), names, minutes, typer.echo):
         typer.echo("time ran out; the same command goes on")
         raise typer.Exit(2)
+    typer.echo(f"{', '.join(names) or 'all stages'}: over; what they made lies in {out}")
 
 
 @tiny_app.command(epilog="Example:  [b]omni tiny score runs/tiny/export/omni-tiny --out runs/scores[/b]")
@@ -302,7 +303,10 @@ def score(
     ] = None,
     device: Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)}.")] = "cpu",
 ) -> None:
-    """Score a small speaking model: what it hears, answers and says, on texts that training never saw."""
+    """Score a small speaking model: what it hears, answers and says, on texts that training never saw.
+
+    It needs the extra `tiny`, and for what is heard in its speech the extra `judge`.
+    """
     from engine.tiny import score as scoring
     from engine.tiny import workdir
 

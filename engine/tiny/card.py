@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from engine.model.clips import log_mel
 from engine.model.config import OmniConfig
-from engine.tiny import judge, shards, speech, voices
+from engine.tiny import judge, shards, speech, tasks, voices
 from engine.tiny.mels import at_16_khz
 from engine.tiny.score import HEARD_WER, MOST_LENGTHS, TRAINED_REFERENCES, UNHEARD_REFERENCES, Row
 from engine.tiny.shapes import CODES, MAX_BYTES, VOCAB, parameters
@@ -33,6 +33,8 @@ RERUN = "rerun"
 MOST_PICTURE_BYTES = 150_000
 # Clips that are shown: the first of this part of the score.
 SHOWN_PART, SHOWN = "t2s_sentences", 5
+# The part whose answers are told apart by kind.
+QUESTIONS_PART = "t2t_questions"
 # Where so many per cent of the words are heard otherwise than they were meant, a listener can't follow.
 UNCLEAR = 50.0
 
@@ -216,6 +218,7 @@ def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
         _data(out, log, recipe),
         _training(out, log, recipe),
         _scores(found),
+        *_kinds(out / "score"),
         *([_rerun(out / RERUN)] if (out / RERUN).exists() else []),
         _pictures(shown),
         _limits(found),
@@ -225,6 +228,7 @@ def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
 
 
 def _introduction(name: str) -> str:
+    spelled, opposites = len(tasks.SPELLING_WORDS), len(tasks.OPPOSITES)
     return f"""---
 license: apache-2.0
 language:
@@ -240,10 +244,11 @@ A model of the Qwen3-Omni architecture that is small enough for a laptop and was
 listens to English speech, and answers with text or with text and speech. It is there to show and to test a serving engine
 with numbers that mean something; it is no assistant.
 
-What it was trained to do: transcribe speech; repeat a text; answer questions about sums and differences up to twenty, spelling,
-opposites, days and months, a name that was given a turn before, and stories of two sentences; say all of this aloud. To short
-questions of other kinds it mostly answers "I do not know that."; what is unlike its training (greetings, instructions, long
-prompts) gets nonsense. A turn that is only audio means: write what is said.
+What it was trained to do: transcribe speech; repeat a text; answer questions about sums and differences up to twenty, the
+spelling of {spelled} words and the opposites of {opposites} that it knows by heart, days and months, a name that was given a
+turn before, and stories of two sentences; say all of this aloud. To short questions of other kinds it mostly answers "I do not
+know that."; what is unlike its training (most greetings, instructions, long prompts) gets nonsense. A turn that is only audio
+means: write what is said.
 
 The folder is laid out as released checkpoints are: Hugging Face's classes load it, and `omni serve` does.
 """
@@ -336,13 +341,14 @@ def _figure(amount: float) -> str:
 
 
 def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
-    command = "omni tiny train" + (" --librispeech" if recipe.librispeech else "")
+    command = "omni tiny train --out DIR" + (" --librispeech TEXTS" if recipe.librispeech else "")
     return f"""## Training
 
 {_stage_table(out, log)}
 
-{_minutes(log)} minutes in all, with all starts. The command is `{command}`; its seeds are fixed, and other
-voices on the machine than those above make other data.
+{_minutes(log)} minutes in all stages, with all starts; less by the clock where stages ran side by side. The command is
+`{command}`; its seeds are fixed, and other voices on
+the machine than those above make other data.
 
 ![losses over steps]({CURVES})
 """
@@ -400,8 +406,8 @@ def _rerun(out: Path) -> str:
     log = _logged(out)
     return f"""## A rerun
 
-Another training by the same plan, from nothing. A training is planned in minutes, so no two make the same weights. This one
-took {_minutes(log)} minutes in all, with all starts:
+Another training by the same plan, from nothing. A training is planned in minutes, and how many steps those hold depends on
+the machine and on what runs beside, so no two make the same weights. This one took {_minutes(log)} minutes in all stages:
 
 {_stage_table(out, log)}
 
@@ -409,6 +415,19 @@ Its model scored:
 
 {_score_table(_found(out))}
 """
+
+
+def _kinds(score: Path) -> list[str]:
+    """The table of held-out questions by kind, or nothing of a score that did not keep the kinds."""
+    asked: dict[str, list[bool]] = {}
+    for row in shards.read_list(score / "rows.jsonl", Row):
+        if row.part == QUESTIONS_PART and row.kind is not None:
+            asked.setdefault(row.kind, []).append(row.text == row.reference)
+    rows = [(kind, str(len(right)), str(sum(right))) for kind, right in sorted(asked.items())]
+    head = (
+        "Those questions by kind. Of stories and names people and things were held out, of all others the wording:\n\n"
+    )
+    return [head + _table(("kind", "questions", "answered exactly"), rows) + "\n"] if rows else []
 
 
 def _scores(found: Mapping[str, Any]) -> str:
@@ -445,14 +464,18 @@ def _pictures(shown: Sequence[str]) -> str:
 
 def _limits(found: Mapping[str, Any]) -> str:
     heard = found["scores"].get(SHOWN_PART, {}).get(HEARD_WER, 0.0)
-    unclear = "- Its speech has the sounds and the pace of its voice, but its words can't be made out.\n"
-    said = unclear if heard > UNCLEAR else ""
+    said = (
+        "Its speech has the sounds of its voice, but its words can't be made out."
+        if heard > UNCLEAR
+        else f"Its speech takes a third more time than {MAIN_VOICE}'s own and ends in about half a second of silence."
+    )
     return f"""## Limits
 
-{said}- It knows nothing of the world beyond the kinds of questions above, and its arithmetic ends at twenty.
+- {said}
+- What it knows by heart it knows of those words alone: others it mostly spells wrongly.
+- It knows nothing of the world beyond the kinds of questions above, and its arithmetic ends at twenty.
 - English only, and trained on synthetic voices only: expect many errors with people, accents, music and street noise.
 - One voice, {MAIN_VOICE}'s, whatever speaker is named.
-- Its speech takes a third more time than {MAIN_VOICE}'s own and ends in about half a second of silence.
 - Of an earlier turn it knows its own wording only ("Nice to meet you, Ann.").
 - Sentences of 3 to 20 words, one turn back. Longer texts, longer clips and longer conversations were not trained.
 - No images and no video.

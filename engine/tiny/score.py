@@ -101,7 +101,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One request and its answer. What begins at `speech_ended` is of speech; the main voice takes `natural_seconds` to say
-    the reference. A recogniser heard `heard` in the speech and `natural_heard` in the main voice's.
+    the reference. A recogniser heard `heard` in the speech and `natural_heard` in the main voice's. `kind` is the task's.
     """
 
     part: str
@@ -114,6 +114,7 @@ class Row:
     wav: str | None = None
     heard: str | None = None
     natural_heard: str | None = None
+    kind: str | None = None
 
 
 def score(
@@ -293,12 +294,14 @@ def wav(samples: Floats) -> bytes:
 def _row(out: Path, place: int, one: Asked, answer: Answer, natural_seconds: float) -> Row:
     reference = one.example.answer
     if not one.aloud:
-        return Row(one.part, reference, answer.text, answer.ended)
+        return Row(one.part, reference, answer.text, answer.ended, kind=one.example.kind)
     name = f"wav/{one.part}-{place:04d}.wav"
     (out / name).parent.mkdir(exist_ok=True)
     soundfile.write(out / name, np.frombuffer(bytes(answer.pcm), "<i2"), SAMPLE_RATE, subtype="PCM_16")
     seconds = round(answer.seconds, 3), round(natural_seconds, 3)
-    return Row(one.part, reference, answer.text, answer.ended, answer.speech_ended, *seconds, name)
+    return Row(
+        one.part, reference, answer.text, answer.ended, answer.speech_ended, *seconds, name, kind=one.example.kind
+    )
 
 
 def _recognised(

@@ -32,6 +32,8 @@ MAIN_VOICE = "hibari"
 # Names inside the programs. flite's own kal has 8 kHz, the sound of a telephone; its kal16 is the same speaker.
 FLITE = {"flite-slt": "slt", "flite-rms": "rms", "flite-awb": "awb", "flite-kal": "kal16"}
 FESTIVAL = {"festival-slt": "voice_cmu_us_slt_arctic_hts", "festival-kal": "voice_kal_diphone"}
+# flite's voices come with its command.
+VOICE_PACKAGES = {"festival-slt": "festvox-us-slt-hts", "festival-kal": "festvox-kallpc16k"}
 VOICES = (MAIN_VOICE, *FLITE, *FESTIVAL)
 HELD_OUT_VOICE = "flite-rms"
 # A voice made of hidden Markov models does not look at festival's own parameter.
@@ -76,10 +78,13 @@ def missing(voice: str) -> str | None:
         return f"not installed: {', '.join(absent)}; the extra `tiny` brings it" if absent else None
     command, known = ("flite", _flite_voices) if voice in FLITE else ("festival", _festival_voices)
     if shutil.which(command) is None:
-        return f"there is no command {command} on PATH; Debian's package {command} has it"
+        return f"there is no command {command} on PATH; Debian's package {command} has that command"
     name = (FLITE | FESTIVAL)[voice]
     try:
-        return None if name in known() else f"{command} has no voice {name}"
+        if name in known():
+            return None
+        package = f"; Debian's package {VOICE_PACKAGES[voice]} has it" if voice in VOICE_PACKAGES else ""
+        return f"{command} has no voice {name}{package}"
     except subprocess.CalledProcessError as error:
         return f"{command} does not run here: it ends with {error.returncode}"
 

@@ -65,7 +65,20 @@ def out(tmp_path: Path) -> Path:
 def test_the_card_says_when_speech_is_unclear(out: Path):
     path = out / "score" / "scores.json"
     path.write_text(path.read_text(encoding="utf-8").replace("12.25", "112.25"), encoding="utf-8")
-    assert "## Limits\n\n- Its speech has" in card.text(out / "model", out, RECIPE, SAID)
+    text = card.text(out / "model", out, RECIPE, SAID)
+    assert "## Limits\n\n- Its speech has" in text and "a third more time" not in text
+
+
+def test_the_card_tells_the_kinds_of_questions_apart(out: Path):
+    assert "by kind" not in card.text(out / "model", out, RECIPE, SAID)
+    asked = [("story", "Maria."), ("story", "Market."), ("spelling", "Maria."), ("story", "Maria.")]
+    rows = [Row("t2t_questions", "Maria.", text, True, kind=kind) for kind, text in asked]
+    shards.write_list(out / "score" / "rows.jsonl", [*rows, Row("t2s_sentences", "a", "b", True, kind="repeat")])
+    text = card.text(out / "model", out, RECIPE, SAID)
+    assert (
+        "| kind | questions | answered exactly |\n| --- | --- | --- |\n| spelling | 1 | 1 |\n| story | 3 | 2 |\n\n##"
+        in text
+    )
 
 
 def said(score: Path, texts: list[str]) -> None:
@@ -89,7 +102,7 @@ def test_the_card_tells_what_the_files_say_and_leaves_open_what_they_do_not(out:
     assert "| texts and tokenizer | 0.5 | 1 | – | not kept |" in text
     assert "| Thinker and audio encoder | 15.0 | 2 | 100 | Some GPU, Another GPU |" in text
     assert "| Talker" in text and "| Talker and code predictor | " not in text
-    assert "17.5 minutes in all" in text
+    assert "17.5 minutes in all stages" in text
     assert "| answer held-out questions | 200 | 1.5 | 96.5 | 100 | – |" in text
     assert "| say held-out sentences, greedy | 2 | 2 | 90 | 100 | 12.25 |" in text
     assert "can't be made out" not in text
@@ -110,7 +123,7 @@ def test_the_card_says_what_a_rerun_gave(out: Path):
     (rerun / "thinker" / "curve.jsonl").write_text('{"step": 50}\n', encoding="utf-8")
     told = card.text(out / "model", out, RECIPE, SAID)
     told = told[told.index("## A rerun") : told.index("## What it sounds like")]
-    assert "\ntook 10.0 minutes in all, with all starts" in told
+    assert "This one took 10.0 minutes in all stages:" in told
     assert "| Thinker and audio encoder | 10.0 | 1 | 50 | Another GPU |" in told
     assert "| answer held-out questions | 200 | 94.5 |" in told
 

@@ -84,7 +84,7 @@ def test_a_command_that_is_not_there_is_a_reason_that_names_it(monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     usable, reasons = voices.usable()
     assert set(usable) <= {MAIN_VOICE}
-    assert reasons["flite-slt"] == "there is no command flite on PATH; Debian's package flite has it"
+    assert reasons["flite-slt"] == "there is no command flite on PATH; Debian's package flite has that command"
     assert reasons["festival-kal"].startswith("there is no command festival on PATH")
 
 
@@ -94,6 +94,15 @@ def test_a_command_that_does_not_run_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     voices._festival_voices.cache_clear()
     assert voices.missing("festival-kal") == "festival does not run here: it ends with 255"
+
+
+def test_a_voice_that_its_command_lacks_is_a_reason_that_names_its_package(tmp_path, monkeypatch):
+    (tmp_path / "festival").write_text("#!/bin/sh\necho '()'\n")
+    (tmp_path / "festival").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(voices, "_festival_voices", lambda: frozenset({"voice_other"}))
+    wanted = "festival has no voice voice_kal_diphone; Debian's package festvox-kallpc16k has it"
+    assert voices.missing("festival-kal") == wanted
 
 
 def test_as_many_sentences_are_taken_as_the_hours_need():
