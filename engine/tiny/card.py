@@ -7,7 +7,6 @@ without one, the card leaves open.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +81,14 @@ _COLUMNS = {
     "heard_whole": "heard without a fault",
     "natural_whole": f"{MAIN_VOICE} heard without a fault",
 }
+
+
+class _Scores(msgspec.Struct, frozen=True):
+    """What is read of `scores.json`."""
+
+    device: str
+    scores: dict[str, dict[str, float]]
+    skipped: dict[str, str]
 
 
 class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -203,9 +210,10 @@ def _png(figure: Figure) -> bytes:
 
 def _log(path: Path) -> list[dict[str, Any]]:
     """The lines of a curve; none of a training that ended before its first."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = shards.read_list(path, dict[str, Any]) if path.exists() else []
+    if any("step" not in line for line in lines):
+        raise ValueError(f"{path} is damaged: a line lacks its step; fetch it again, or delete it")
+    return lines
 
 
 def text(folder: Path, out: Path, recipe: Recipe, shown: Sequence[str]) -> str:
@@ -342,11 +350,16 @@ def _figure(amount: float) -> str:
 
 def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
     command = "omni tiny train --out DIR" + (" --librispeech TEXTS" if recipe.librispeech else "")
+    took = (
+        f"{_minutes(log)} minutes in all stages, with all starts; less by the clock where stages ran side by side."
+        if log
+        else "It was not kept how long it took."
+    )
     return f"""## Training
 
 {_stage_table(out, log)}
 
-{_minutes(log)} minutes in all stages, with all starts; less by the clock where stages ran side by side. The command is
+{took} The command is
 `{command}`; its seeds are fixed, and other voices on
 the machine than those above make other data.
 
@@ -387,10 +400,12 @@ def _found(out: Path) -> dict[str, Any]:
     """What a training in `out` scored."""
     path = out / "score" / "scores.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("device", "scores", "skipped")}
-    except (ValueError, KeyError, TypeError) as error:
+        found = msgspec.json.decode(path.read_bytes(), type=_Scores)
+    except msgspec.DecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); score the model again") from None
+    if strangers := found.scores.keys() - _PARTS.keys():
+        raise ValueError(f"{path} is damaged (there is no part {min(strangers)}); score the model again")
+    return msgspec.structs.asdict(found)
 
 
 def _score_table(found: Mapping[str, Any]) -> str:

@@ -468,6 +468,7 @@ def train(
     trainer = Trainer(Codec(config, settings.width), settings, place)
     trainer.resume(out)
     out.mkdir(parents=True, exist_ok=True)
+    workdir.cut(out / "log.jsonl", trainer.progress.step)
     pool, judged = Pool(waves, place), Pool(held_out, place) if held_out else None
     end = min(minutes * 60.0, trainer.progress.seconds + (minutes if sitting is None else sitting) * 60.0)
     log = out / "log.jsonl"

@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.tiny import workdir
-from engine.tiny.shards import read_list, write_list
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -123,7 +122,8 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         if (state := _latest(folder)) is not None:
             self._resume(state)
-            self._cut_curve()
+        # A run that was broken off may have gone on after its last state, or have ended before its first.
+        workdir.cut(self._curve, self.step)
 
     @property
     def _curve(self) -> Path:
@@ -240,12 +240,6 @@ class Training:
                             for key in ("exp_avg", "exp_avg_sq")
                         },
                     }
-
-    def _cut_curve(self) -> None:
-        """Drop what a run that was broken off logged after its last state: those steps are done again."""
-        if self._curve.exists():
-            lines = read_list(self._curve, msgspec.Raw)
-            write_list(self._curve, [line for line in lines if json.loads(bytes(line))["step"] <= self.step])
 
 
 class _Meta(msgspec.Struct, frozen=True):

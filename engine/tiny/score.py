@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -127,12 +128,14 @@ def score(
     device: str = "cpu",
     seed: int = 0,
     tell: Callable[[str], None] = print,
+    held: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Ask the model in `folder` and write `scores.json`, `rows.jsonl` and `wav/` into `out`; returns the scores by part.
 
     `librispeech` is a folder of reference texts; sentences among the texts `trained` are not asked. A part that can't be asked
-    here is left out, and `scores.json` says why. Runs in float32 on a CPU and in bfloat16 on a GPU. ValueError when the main
-    voice can't speak here, CheckpointError for a folder that can't be served.
+    here is left out, and `scores.json` says why. Runs in float32 on a CPU and in bfloat16 on a GPU. Who has locked `out` says
+    that it is `held`. ValueError when the main voice can't speak here, CheckpointError for a folder that can't be served,
+    WalkgateError when another process works in `out`.
     """
     if librispeech is not None:
         check_references(librispeech)
@@ -143,26 +146,34 @@ def score(
     workdir.make(out)
     served = Served(folder, device)
     asked, skipped = wanted(sizes, librispeech, seed, trained)
+    with nullcontext() if held else workdir.locked(out):
+        rows = _asked(served, asked, out, tell)
+        if (reason := judge.missing()) is not None:
+            skipped[HEARD_WER] = reason
+        shards.write_list(out / "rows.jsonl", rows)
+        parts = dict.fromkeys(row.part for row in rows)
+        scores = {part: summary([row for row in rows if row.part == part]) for part in parts}
+        text = json.dumps({"device": device, "seed": seed, "scores": scores, "skipped": skipped}, indent=2)
+        (out / "scores.json").write_text(text + "\n", encoding="utf-8")
+    for part, reason in skipped.items():
+        tell(f"score: without {part}: {reason}")
+    for line in table(scores):
+        tell(line)
+    return scores
+
+
+def _asked(served: Served, asked: Sequence[Asked], out: Path, tell: Callable[[str], None]) -> list[Row]:
+    """Ask everything, keep what was said in `out`, and recognise it where a recogniser is."""
     tell(f"score: {len(asked)} requests")
     said = list(dict.fromkeys(one.example.answer for one in asked if one.aloud))
     natural = dict(zip(said, _said(said, MAIN_VOICE), strict=True))
     seconds = [len(natural[one.example.answer]) / SAMPLE_RATE if one.aloud else 0.0 for one in asked]
     answers = served.answers(asked, seconds, tell)
     rows = [_row(out, place, *found) for place, found in enumerate(zip(asked, answers, seconds, strict=True))]
-    if (reason := judge.missing()) is not None:
-        skipped[HEARD_WER] = reason
-    else:
-        tell(f"score: {sum(one.aloud for one in asked)} answers and {len(natural)} recordings to recognise")
-        rows = _recognised(rows, out, natural, tell)
-    shards.write_list(out / "rows.jsonl", rows)
-    scores = {part: summary([row for row in rows if row.part == part]) for part in dict.fromkeys(r.part for r in rows)}
-    text = json.dumps({"device": device, "seed": seed, "scores": scores, "skipped": skipped}, indent=2)
-    (out / "scores.json").write_text(text + "\n", encoding="utf-8")
-    for part, reason in skipped.items():
-        tell(f"score: without {part}: {reason}")
-    for line in table(scores):
-        tell(line)
-    return scores
+    if judge.missing() is not None:
+        return rows
+    tell(f"score: {sum(one.aloud for one in asked)} answers and {len(natural)} recordings to recognise")
+    return _recognised(rows, out, natural, tell)
 
 
 def check_references(librispeech: Path) -> None:

@@ -60,8 +60,17 @@ def read_list(path: Path, kind: type[Entry]) -> list[Entry]:
         try:
             found.append(msgspec.json.decode(row, type=kind))
         except msgspec.DecodeError as error:
-            raise ValueError(f"{path}, line {number}, is damaged ({error}); fetch or make it again") from None
+            raise _damaged(f"{path}, line {number},", error) from None
     return found
+
+
+def _damaged(what: object, error: Exception) -> ValueError:
+    return ValueError(f"{what} is damaged ({error}); fetch it again, or delete its folder to make that again")
+
+
+def whole(folder: Path, shard: str) -> NDArray[Any]:
+    """All rows [n, ...] of a shard, in memory."""
+    return np.array(_mapped(folder / shard))
 
 
 def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
@@ -74,8 +83,8 @@ def _mapped(path: Path) -> NDArray[Any]:
     """The array of a whole shard. Mapped once: every mapping holds a file open, and a process may open only so many."""
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch or make it again") from None
+    except (EOFError, ValueError) as error:
+        raise _damaged(path, error) from None
     return mapped
 
 
@@ -92,6 +101,10 @@ def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         yield processes
 
 
+def _made(folder: Path, name: str) -> bool:
+    return list_of(folder, name).exists() and (folder / f"{name}.npy").exists()
+
+
 def make(
     folder: Path,
     job: Callable[..., None],
@@ -99,12 +112,12 @@ def make(
     workers: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Call `job(folder, name, *arguments)` in a pool of processes for each of `shards` that has no list yet.
+    """Call `job(folder, name, *arguments)` in a pool of processes for each of `shards` that lacks its list or its array.
 
     The processes end with this one, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = {name: arguments for name, arguments in shards.items() if not list_of(folder, name).exists()}
+    waiting = {name: arguments for name, arguments in shards.items() if not _made(folder, name)}
     tell(f"{folder.name}: {len(shards)} shards, {len(waiting)} of them to make")
     with pool(workers) as processes:
         jobs = [processes.submit(job, folder, name, *arguments) for name, arguments in waiting.items()]

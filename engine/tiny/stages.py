@@ -14,10 +14,11 @@
     card     the model card, in that folder; of a whole other training in the folder `rerun` it tells what that gave
 
 A file `done` in a folder says that its stage is over, and what it was made from; such a stage is skipped, and one without it
-goes on where it stands. So stages can be moved between machines folder by folder: spoken, heard and mels are large and quickly
-made anew, the others are small. No file is larger than 16 MB. What decides data and training is kept in plan.json, and a run
-that asks for something else is refused, as is one that would mix what was made of one thing with what was made of another.
-Processes may share the folder as long as each works on a stage of its own.
+goes on where it stands. A file `from` says what a stage that was begun is made from. So stages can be moved between machines
+folder by folder: spoken, heard and mels are large and quickly made anew, the others are small. No file is larger than 16 MB.
+What decides data and training is kept in plan.json, and a run that asks for something else is refused, as is one that would
+mix what was made of one thing with what was made of another. Processes may share the folder as long as each works on a stage
+of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ from engine.tiny.thinker import train as train_thinker
 from engine.tiny.voices import MAIN_VOICE
 from engine.tiny.workdir import PlanRecord
 
-DONE = "done"
+DONE, FROM = "done", "from"
 # Files that hold times.
 TIMED = ("log.jsonl", "curve.jsonl", "meta.json")
 HEARD, SPOKEN = "heard", "spoken"
@@ -245,18 +246,23 @@ def make_texts(out: Path, plan: Plan, sitting: Sitting) -> None:
     folder, known = out / "texts", _references(plan)
     content = tokenizer.train(tokenizer.training_texts(plan.seed, known))
     write_texts(folder, {"tokenizer.json": content, "tokenizer_config.json": tokenizer_config()})
-    heard = speech.enough(
-        lambda seed, count: [line.text for line in tasks.lines(seed, count, known)], plan.heard_hours, plan.seed
-    )
+    heard = _lines_to_hear(plan, known)
     said = speech.enough(
         lambda seed, count: [example.answer for example in spoken(seed, count, known)],
         PACE * plan.spoken_hours,
         plan.seed,
     )
     shards.write_list(folder / "references.jsonl", known)
-    shards.write_list(folder / f"{HEARD}.jsonl", tasks.lines(plan.seed, len(heard), known))
+    shards.write_list(folder / f"{HEARD}.jsonl", heard)
     shards.write_list(folder / f"{SPOKEN}.jsonl", spoken(plan.seed, len(said), known))
     sitting.listener(f"texts: {len(heard)} lines to hear, {len(said)} to speak")
+
+
+def _lines_to_hear(plan: Plan, known: Sequence[str]) -> list[Line]:
+    texts = speech.enough(
+        lambda seed, count: [line.text for line in tasks.lines(seed, count, known)], plan.heard_hours, plan.seed
+    )
+    return list(tasks.lines(plan.seed, len(texts), known))
 
 
 def _references(plan: Plan) -> list[str]:
@@ -466,7 +472,7 @@ def listening(out: Path, plan: Plan, language: Language) -> list[Conversation]:
     made: list[Conversation] = []
     for shard, clips in itertools.groupby(mels.manifest(out / "mels"), key=lambda clip: clip.shard):
         # A shard goes to the device whole, and the clips are views of it.
-        frames = torch.from_numpy(np.load(out / "mels" / shard)).to(plan.device)
+        frames = torch.from_numpy(shards.whole(out / "mels", shard)).to(plan.device)
         for clip in clips:
             example = tasks.listening(lines[clip.line.text], rng)
             encoded = language.encode(example, [audio_tokens(clip.frames)])
@@ -568,7 +574,7 @@ def _foreseen(out: Path, plan: Plan, language: Language, utterances: Sequence[Ut
             made += foreseen(talker, utterances[begin : begin + FORESEEN_AT_ONCE], VOICE)
         shards.save(path.parent, path.stem, [codes.T.astype(np.uint8) for codes in made])
     ends = np.cumsum([one.codes.shape[1] for one in utterances])
-    kept = shards.read(path.parent, path.name, 0, int(ends[-1])).T.astype(np.int64)
+    kept = shards.whole(path.parent, path.name).T.astype(np.int64)
     if kept.shape[1] != ends[-1]:
         raise ValueError(f"{path} is of other utterances; delete it")
     return np.split(kept, ends[:-1], axis=1)
@@ -622,6 +628,7 @@ def rate(out: Path, plan: Plan, sitting: Sitting) -> None:
         device=_device_here(plan),
         seed=plan.seed,
         tell=sitting.listener,
+        held=True,
     )
 
 
@@ -685,16 +692,29 @@ class _Finished(msgspec.Struct, frozen=True):
 def _finished(out: Path, name: str) -> _Finished | None:
     """What the stage `name` kept when it was over; None where it is not, or of folders made before that was kept."""
     path = out / name / DONE
-    content = path.read_bytes() if path.exists() else b""
     try:
+        content = path.read_bytes() if path.exists() else b""
         return msgspec.json.decode(content, type=_Finished) if content.strip() else None
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise WalkgateError(f"{path} is damaged ({error}); fetch it again, or delete it to make {name} again") from None
 
 
 def _finish(out: Path, name: str) -> None:
-    of = {need: kept.made for need in STAGES[name].needs if (kept := _finished(out, need)) is not None}
-    shards.write_list(out / name / DONE, [_Finished(_digest(out / name), of)])
+    shards.write_list(out / name / DONE, [_Finished(_digest(out / name), _sources(out, name))])
+
+
+def _sources(out: Path, name: str) -> dict[str, str]:
+    """The digests of what the stage `name` reads from, by stage, as far as they were kept."""
+    return {need: kept.made for need in STAGES[name].needs if (kept := _finished(out, need)) is not None}
+
+
+def _made_from(out: Path, name: str) -> dict[str, str]:
+    """What `_sources` was when the stage `name` ended, or else when it began; nothing of one that never did."""
+    if (kept := _finished(out, name)) is not None:
+        return kept.of
+    path = out / name / FROM
+    with workdir.told(name, path):
+        return shards.read_list(path, dict[str, str])[0] if path.exists() and not done(out, name) else {}
 
 
 def _digest(folder: Path) -> str:
@@ -707,10 +727,9 @@ def _digest(folder: Path) -> str:
 
 
 def _check_made_from(out: Path) -> None:
-    """SettingError where a stage is over that was made from something else than what is there now."""
+    """SettingError where a stage is over, or begun, that was made from something else than what is there now."""
     for name in STAGES:
-        kept = _finished(out, name)
-        for source, made in ({} if kept is None else kept.of).items():
+        for source, made in _made_from(out, name).items():
             current = _finished(out, source)
             if current is not None and current.made != made:
                 stale = [other for other in STAGES if other == name or name in _all_needs(other)]
@@ -739,8 +758,8 @@ def run(
     Training stops within a step of the end and then saves, data within a shard, texts, export, score and card not at all:
     leave a minute to spare. `out`/log.jsonl gets a line for each stage that ran. SettingError, before anything is made, for a
     stage that is not known or needs another one first, a GPU that is not there, or a folder that was begun with another plan or
-    mixes what was made of one thing with what was made of another, and at the end for one that does so now; WalkgateError for
-    what goes wrong in a stage, with its name.
+    mixes what was made of one thing with what was made of another, and after each stage for one that does so now; WalkgateError
+    for what goes wrong in a stage, with its name.
     """
     waiting = _waiting(out, plan, only)
     workdir.make(out)
@@ -748,9 +767,13 @@ def run(
     with workdir.told("plan", out), workdir.locked(out, wait=True):
         _keep_to_plan(out, plan)
     sitting = Sitting(tell, math.inf if minutes is None else clock() + 60 * minutes, clock)
-    over = all(_ran(name, out, plan, sitting) for name in waiting)
-    _check_made_from(out)
-    return over
+    for name in waiting:
+        over = _ran(name, out, plan, sitting)
+        # Later stages may have been made, or begun, from what lay there before.
+        _check_made_from(out)
+        if not over:
+            return False
+    return True
 
 
 def _waiting(out: Path, plan: Plan, only: Sequence[str]) -> list[str]:
@@ -807,13 +830,12 @@ def _keep_to_plan(out: Path, plan: Plan) -> None:
 def _with_librispeech(out: Path, plan: Plan) -> bool:
     """Whether the texts that were made come from LibriSpeech's references; SettingError where the plan can't tell."""
     known = shards.read_list(out / "texts" / "references.jsonl", str)
-    if known == _stand_ins(plan.seed):
-        return False
-    if plan.librispeech is not None and known == references(plan.librispeech / TRAINED_REFERENCES):
-        return True
+    librispeech = plan.librispeech is not None and known == references(plan.librispeech / TRAINED_REFERENCES)
+    if (librispeech or known == _stand_ins(plan.seed)) and _to_hear(out) == _lines_to_hear(plan, known):
+        return librispeech
     raise SettingError(
-        f"--out {out} has no {workdir.PLAN} any more, and its texts are not those of --seed {plan.seed}; "
-        f"name the --seed and the --librispeech that it was begun with"
+        f"--out {out} has no {workdir.PLAN} any more, and its texts are not those of --plan {plan.name} --seed {plan.seed}; "
+        f"name the --plan, the --seed and the --librispeech that it was begun with"
     )
 
 
@@ -827,6 +849,7 @@ def _ran(name: str, out: Path, plan: Plan, sitting: Sitting) -> bool:
         workdir.tidy(folder)
         try:
             sitting.tell(f"{name}: begins")
+            shards.write_list(folder / FROM, [_sources(out, name)])
             STAGES[name].run(out, plan, sitting)
         except OutOfTime:
             over = False

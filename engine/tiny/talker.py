@@ -229,6 +229,7 @@ class Scale(nn.Module):
         Nothing in training holds that row back. Where it is large, bfloat16 keeps little of what rows differ by, and scores in
         float32 are so coarse that the order of additions decides one code in ten thousand.
         """
+        assert self.special is None, "special ids would need the same taken off"
         rows: Tensor = self.values[:, 1:] @ self.powers[..., 1:, :]
         return rows
 

@@ -87,6 +87,8 @@ def missing(voice: str) -> str | None:
         return f"{command} has no voice {name}{package}"
     except subprocess.CalledProcessError as error:
         return f"{command} does not run here: it ends with {error.returncode}"
+    except OSError as error:
+        return f"{command} does not run here: {error.strerror}"
 
 
 def usable() -> tuple[list[str], dict[str, str]]:

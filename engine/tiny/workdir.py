@@ -19,7 +19,7 @@ from soundfile import LibsndfileError
 
 from engine.config import SettingError
 from engine.errors import WalkgateError
-from engine.tiny.shards import write_list
+from engine.tiny.shards import read_list, write_list
 
 PLAN, LOCK = "plan.json", "lock"
 LONGEST_LINE = 1 << 16  # of a log
@@ -126,6 +126,13 @@ def append(path: Path, line: bytes) -> None:
         if written != len(whole):
             file.truncate(before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def cut(path: Path, step: int) -> None:
+    """Drop what stands in the log `path`, if there is one, of steps after `step`: those are done again."""
+    if path.exists():
+        lines = read_list(path, msgspec.Raw)
+        write_list(path, [line for line in lines if json.loads(bytes(line))["step"] <= step])
 
 
 @contextmanager

@@ -128,6 +128,28 @@ def test_the_card_says_what_a_rerun_gave(out: Path):
     assert "| answer held-out questions | 200 | 94.5 |" in told
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("thinker/curve.jsonl", "x\n"),
+        ("thinker/curve.jsonl", "[]\n"),
+        ("thinker/curve.jsonl", '{"text": 1.0}\n'),
+        ("score/scores.json", '{"device": "cpu", "scores": [], "skipped": {}}'),
+        ("score/scores.json", '{"device": "cpu", "scores": {"t2t_questions": 1}, "skipped": {}}'),
+        ("score/scores.json", '{"device": "cpu", "scores": {"zz": {"count": 1}}, "skipped": {}}'),
+    ],
+)
+def test_what_a_card_can_not_be_made_of_is_named(out: Path, name: str, content: str):
+    (out / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{out / name}.* damaged"):
+        card.text(out / "model", out, RECIPE, SAID)
+
+
+def test_how_long_a_training_took_is_left_open_without_its_log(out: Path):
+    (out / "log.jsonl").unlink()
+    assert "It was not kept how long it took." in card.text(out / "model", out, RECIPE, SAID)
+
+
 def test_without_texts_of_others_and_a_length_that_nobody_kept_it_says_so(out: Path):
     (out / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("heard", 60.0, True)) + b"\n")
     text = card.text(out / "model", out, Recipe(librispeech=False, copies=1, read=0), SAID)

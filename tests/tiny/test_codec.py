@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,23 +85,10 @@ def stirred(config: Code2WavConfig = SMALL) -> Decoder:
 
 def served(tiny_checkpoint: Path, folder: Path, decoder: Decoder, chunk_frames: int) -> Code2Wav:
     """The engine's own vocoder, from a folder in the released layout that holds the decoder's tensors."""
-    c = decoder.config
-    data = json.loads((tiny_checkpoint / "config.json").read_text())
-    data["code2wav_config"] |= {
-        "codebook_size": c.codebook,
-        "num_quantizers": c.quantizers,
-        "hidden_size": c.hidden,
-        "intermediate_size": c.inter,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "sliding_window": c.window,
-        "decoder_dim": c.decoder_dim,
-    }
     others = load_file(tiny_checkpoint / "model.safetensors")
     tensors = {name: tensor for name, tensor in others.items() if not name.startswith("code2wav.")} | decoder.tensors()
     save_file(tensors, folder / "model.safetensors")
-    config = OmniConfig.parse(data)
+    config = replace(OmniConfig.load(tiny_checkpoint), code2wav=decoder.config)
     return Code2Wav(config, load_weights(folder, config), ops_for("cpu"), chunk_frames)
 
 

@@ -120,6 +120,12 @@ def test_what_was_logged_after_the_last_state_is_dropped(tmp_path: Path):
     assert curve.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_what_was_logged_before_the_first_state_is_dropped_without_one(tmp_path: Path):
+    (tmp_path / "curve.jsonl").write_text('{"step": 1}\n')
+    Training(module(0), SETTINGS, tmp_path, CPU)
+    assert (tmp_path / "curve.jsonl").read_text() == ""
+
+
 def test_attention_is_not_planned_anew_for_each_shape(tmp_path: Path):
     used = []
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from engine.errors import WalkgateError
 from engine.server import cli
-from engine.tiny import judge, score, tasks, voices
+from engine.tiny import judge, score, tasks, voices, workdir
 from engine.tiny.score import Asked, Row, Served, Sizes, summary, table, wanted
 from engine.tiny.text import sentence_case, sentences, unseen_sentences
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE
@@ -164,6 +164,12 @@ def test_the_command_scores_a_folder(monkeypatch: pytest.MonkeyPatch, tiny_check
     kept = json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8"))
     assert done.exit_code == 0 and done.output.splitlines()[-len(kept["scores"]) :] == table(kept["scores"])[1:]
     assert "a2t_librispeech" in kept["scores"]
+
+
+def test_two_scores_share_no_folder(tiny_checkpoint: Path, tmp_path: Path):
+    needs(MAIN_VOICE)
+    with workdir.locked(tmp_path), pytest.raises(WalkgateError, match=rf"process \d+ works in {tmp_path}"):
+        score.score(tiny_checkpoint, tmp_path, sizes=Sizes(1, 1, 1, 1))
 
 
 def test_the_command_names_a_folder_or_device_that_can_not_be_scored(tiny_checkpoint: Path, tmp_path: Path):

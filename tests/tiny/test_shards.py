@@ -34,8 +34,11 @@ def write(folder: Path, name: str, value: int) -> None:
     shards.write_list(shards.list_of(folder, name), [value, *shards.save(folder, name, [np.full(3, value)])])
 
 
-def test_each_shard_without_a_list_is_made_and_the_others_stay(tmp_path: Path):
+def test_each_shard_without_its_list_or_array_is_made_and_the_others_stay(tmp_path: Path):
     shards.write_list(shards.list_of(tmp_path, "b"), [7])
+    shards.save(tmp_path, "b", [np.full(3, 7)])
+    # A list alone is no shard.
+    shards.write_list(shards.list_of(tmp_path, "c"), [7])
     told: list[str] = []
     shards.make(tmp_path, write, {"a": (1,), "b": (2,), "c": (3,)}, 2, told.append)
     assert [shards.read_list(shards.list_of(tmp_path, name), int) for name in "abc"] == [[1, 0], [7], [3, 0]]
@@ -92,5 +95,7 @@ def test_a_damaged_list_or_array_is_named(tmp_path: Path):
     shards.save(tmp_path, "a", [np.arange(1000)])
     with (tmp_path / "a.npy").open("r+b") as file:
         file.truncate(500)
-    with pytest.raises(ValueError, match=r"a\.npy is damaged"):
-        shards.read(tmp_path, "a.npy", 0, 1)
+    (tmp_path / "b.npy").touch()
+    for name in ("a.npy", "b.npy"):
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            shards.read(tmp_path, name, 0, 1)

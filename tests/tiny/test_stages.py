@@ -149,6 +149,36 @@ def test_what_came_of_another_codec_is_not_mixed_with_this_one(trained: Trained,
     assert run(out, PLAN, ["codes", "talker", "decoder"], tell=lambda line: None)
 
 
+def test_what_was_begun_with_another_talker_is_not_continued_with_this_one(trained: Trained, tmp_path: Path):
+    out, seconds = tmp_path / "out", iter([0.0, 0.0, 0.0, *[100.0] * 99])
+    shutil.copytree(trained.out, out)
+    for name in ("decoder", "export", "score", "card"):
+        shutil.rmtree(out / name)
+    assert not run(out, PLAN, ["decoder"], minutes=1, tell=lambda line: None, clock=lambda: next(seconds))
+    shutil.rmtree(out / "talker")
+    told: list[str] = []
+    # Another plan of minutes makes other weights.
+    longer = replace(PLAN, talker_minutes=2 * PLAN.talker_minutes)
+    with pytest.raises(SettingError, match=r"decoder was made from another talker than is there now; .*out/decoder$"):
+        run(out, longer, ["talker", "decoder"], tell=told.append)
+    assert "decoder: begins" not in told
+    shutil.rmtree(out / "decoder")
+    assert run(out, longer, ["decoder"], tell=lambda line: None)
+
+
+def test_what_is_foreseen_of_other_utterances_is_refused(trained: Trained, tmp_path: Path):
+    out = parts(trained, tmp_path, "texts", SPOKEN, "codec", "codes", "talker")
+    (out / "decoder").mkdir()
+    np.save(out / "decoder" / stages.FORESEEN, np.zeros((100_000, 16), np.uint8))
+    with pytest.raises(WalkgateError, match=rf"{stages.FORESEEN} is of other utterances; delete it"):
+        run(out, PLAN, ["decoder"], tell=lambda line: None)
+
+
+def test_the_exported_weights_may_be_read_by_all_that_may_read_its_other_files(trained: Trained):
+    folder = trained.out / "export" / MODEL
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
 def test_what_the_talker_foresees_is_kept_for_the_next_sitting(trained: Trained, tmp_path: Path, monkeypatch):
     out, seconds = tmp_path / "out", iter([0.0, 0.0, 0.0, *[100.0] * 99])
     shutil.copytree(trained.out, out)
@@ -298,6 +328,7 @@ def texts(out: Path, known: list[str]) -> None:
     """As much of the stage `texts` as tells what they were made from."""
     (out / "texts").mkdir(parents=True, exist_ok=True)
     shards.write_list(out / "texts" / "references.jsonl", known)
+    shards.write_list(out / "texts" / "heard.jsonl", stages._lines_to_hear(PLAN, known))
     (out / "texts" / stages.DONE).touch()
 
 
@@ -307,13 +338,23 @@ def test_a_folder_without_a_plan_gets_one_and_keeps_to_it(tmp_path: Path, libris
     stand_ins = [" ".join(stages.words(text)).upper() for text in stages.sentences(PLAN.seed, stages.STAND_INS)]
     texts(tmp_path, stages.references(folder / "dev-clean.trans.txt") if librispeech else stand_ins)
     if librispeech:
-        with pytest.raises(SettingError, match="its texts are not those of --seed 0; name the --seed and the --libri"):
+        with pytest.raises(SettingError, match="not those of --plan small --seed 0; name the --plan, the --seed and"):
             run(tmp_path, PLAN, ["texts"])
     assert run(tmp_path, replace(PLAN, librispeech=folder if librispeech else None), ["texts"])
     kept = workdir.begun(tmp_path)
     assert kept is not None and (kept.plan, kept.seed, kept.librispeech) == ("small", 0, librispeech)
     with pytest.raises(SettingError, match="seed 0, not 7"):
         run(tmp_path, replace(PLAN, seed=7), ["texts"])
+
+
+@pytest.mark.parametrize("changes", [{"seed": 7}, {"heard_hours": 0.02}])
+def test_texts_without_a_plan_are_those_of_the_plan_that_is_asked_for(tmp_path: Path, changes: dict[str, float]):
+    plan = replace(PLAN, librispeech=folder_of_references(tmp_path))
+    assert run(tmp_path, plan, ["texts"], tell=lambda line: None)
+    (tmp_path / workdir.PLAN).unlink()
+    with pytest.raises(SettingError, match="name the --plan, the --seed and the --librispeech that it was begun with"):
+        run(tmp_path, replace(plan, **changes), ["texts"])
+    assert run(tmp_path, plan, ["texts"], tell=lambda line: None)
 
 
 def test_librispeechs_folder_must_have_both_files(tmp_path: Path):

@@ -80,6 +80,7 @@ def test_a_stage_that_fails_is_told_in_a_line_that_begins_with_it(
         (tmp_path / name / "done").touch()
     known = [" ".join(stages.words(text)).upper() for text in stages.sentences(0, stages.STAND_INS)]
     shards.write_list(tmp_path / "texts" / "references.jsonl", known)
+    shards.write_list(tmp_path / "texts" / "heard.jsonl", stages._lines_to_hear(stages.Plan.small(), known))
     arguments = ("tiny", "train", "--out", str(tmp_path), "--plan", "small", "--only", "thinker")
     code, error = omni(monkeypatch, capsys, *arguments)
     assert code == cli.EXIT_FAILED
