@@ -6,12 +6,14 @@ of a tree and of a model folder, the command that starts an arm's server. Not he
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -33,6 +35,8 @@ TRAINED_MODEL = Path("engine/assets/omni-tiny")
 
 # A planted or recorded variable of the caller's shell must not decide which tree an arm imports.
 _DROPPED_ENV = ("PYTHONSAFEPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONPATH")
+
+_NO_ROOM = ("No space left on device", "Disk quota exceeded")
 
 
 class ArmError(ValueError):
@@ -84,7 +88,7 @@ class Arm:
 
     def environment(self) -> dict[str, str]:
         """The environment of the arm's processes: the caller's, with this tree first and the arm's own variables last."""
-        kept = {key: value for key, value in os.environ.items() if key not in _DROPPED_ENV}
+        kept = {key: value for key, value in process.environment().items() if key not in _DROPPED_ENV}
         own = {
             "TRITON_CACHE_DIR": str(self.caches / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"),
@@ -112,7 +116,7 @@ class Peer:
 
     def environment(self) -> dict[str, str]:
         """The caller's environment with the arm's own variables."""
-        return {**os.environ, **dict(self.info.env)}
+        return {**process.environment(), **dict(self.info.env)}
 
     @property
     def wants_model(self) -> bool:
@@ -163,19 +167,34 @@ def weights_digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-def git(repository: Path, *words: str) -> str:
+def git(repository: Path, *words: str, into: Path | None = None) -> str:
     """Run git in `repository` and return its output; a failure is an ArmError with git's last line.
 
-    As a child of the gate it ends with it, and Ctrl-C does not reach it.
+    A full disk, or a git that a signal ended, is an OSError that names the folder it writes `into`, else the repository. As a
+    child of the gate it ends with it, and Ctrl-C does not reach it.
     """
     # Hooks of the user's repository have no business in a worktree that is judged.
-    done = process.run(["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *words])
+    command = ["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *words]
+    done = process.run(command, env={**process.environment(), "LC_ALL": "C"})  # what it says is read here
     if done.returncode:
+        what, folder = f"git {_subcommand(words)}", into or repository
+        if done.returncode < 0:
+            raise OSError(errno.EIO, f"{what} was ended by {signal.Signals(-done.returncode).name}", str(folder))
+        _check_room(done.stderr, what, folder)
         told = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no message"]
         # What went wrong stands before what git advises.
         fault = next((line for line in told if line.startswith(("fatal: ", "error: "))), told[-1])
         raise ArmError(f"git {_subcommand(words)} failed in {repository}: {fault}")
     return done.stdout
+
+
+def _check_room(told: str, what: str, folder: Path) -> None:
+    """Raise an OSError that names `folder` where a child that writes there told of a full disk."""
+    if any(text in told for text in _NO_ROOM):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+    # git says this without a reason where it writes out a file; with one behind it, it's another fault.
+    if found := re.search(r"unable to write file [^:\n]*$", told, re.MULTILINE):
+        raise OSError(errno.EIO, f"{what}: {found[0]} (is the disk full?)", str(folder))
 
 
 def _subcommand(words: Sequence[str]) -> str:
@@ -278,7 +297,7 @@ def _shallow(repository: Path) -> str:
     try:
         shallow = git(repository, "rev-parse", "--is-shallow-repository").strip() == "true"
     except ArmError:
-        return f" ({repository} is not a git repository)"
+        return f" ({repository} is not a git repository)" if shutil.which("git") else " (git is not on PATH)"
     return " (the clone is shallow: `git fetch --unshallow` brings older commits)" if shallow else ""
 
 
@@ -336,7 +355,8 @@ def _tree(resolved: Resolved, run_dir: Path, keep: bool, stack: ExitStack) -> Pa
     if target.exists():  # left by a run that was killed
         remove_worktree(resolved.source, target)
     # Twice forced: a gate that was killed while git made this worktree left it locked.
-    git(resolved.source, "worktree", "add", "--detach", "--force", "--force", str(target), str(resolved.commit))
+    words = ("worktree", "add", "--detach", "--force", "--force", str(target), str(resolved.commit))
+    git(resolved.source, *words, into=target)
     return target
 
 
@@ -357,7 +377,7 @@ def remove_worktree(repository: Path, target: Path) -> None:
     """Take a worktree off disk and out of the repository's list; a worktree that was never made is no error."""
     try:
         git(repository, "worktree", "remove", "--force", "--force", str(target))
-    except ArmError:
+    except (ArmError, OSError):
         shutil.rmtree(target, ignore_errors=True)
     git(repository, "worktree", "prune")
 
@@ -450,6 +470,7 @@ def _make_venv(folder: Path, table: tuple[str, ...], device: str) -> None:
 def _install(command: list[str], folder: Path) -> None:
     done = process.run(command)
     if done.returncode:
+        _check_room(done.stderr, "pip", folder)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ArmError(f"the arm's own environment {folder} could not be made: {last}")
 
@@ -482,6 +503,7 @@ def make_model(arm: Arm, folder: Path, timeout_s: float = 300.0) -> Path:
     except subprocess.TimeoutExpired as error:
         raise ArmError(f"`omni tiny` of {arm.info.name} took over {timeout_s:.0f} s; name a --model folder") from error
     if done.returncode:
+        _check_room(done.stderr, "omni tiny", folder)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ArmError(f"`omni tiny` of {arm.info.name} failed ({last}); name a --model folder")
     return folder

@@ -24,27 +24,32 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from typer.core import TyperGroup
+EXIT_INTERRUPTED = 130
 
-from gate import kernels, plant, run, trace
-from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, default_model, git, laid_out, parse_env, split_words
-from gate.judge import JudgeError
-from gate.kernels import TraceError
-from gate.plant import PlantError
-from gate.record import Item
-from gate.run import EXIT_INVALID
-from gate.rundir import RunDir, RunDirError, existing
-from gate.session import EXIT_USAGE, Refused
-from gate.summary import failures, session_table
-from gate.verdict import REGRESSION, Comparisons
-from gate.wish import Wish
-from gate.workload import WorkloadError, default_root, load_prompts, load_questions, ordered
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from typer.core import TyperGroup
+
+    from gate import kernels, plant, run, streams, trace
+    from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, default_model, git, laid_out, parse_env, split_words
+    from gate.judge import JudgeError
+    from gate.kernels import TraceError
+    from gate.plant import PlantError
+    from gate.record import Item
+    from gate.run import EXIT_INVALID
+    from gate.rundir import RunDir, RunDirError, existing
+    from gate.session import EXIT_USAGE, Refused
+    from gate.summary import failures, session_table
+    from gate.verdict import REGRESSION, Comparisons
+    from gate.wish import Wish
+    from gate.workload import WorkloadError, default_root, load_prompts, load_questions, ordered
+except KeyboardInterrupt:  # these take a second or two to load, in which a Ctrl-C is one like any later
+    print("gate: interrupted", file=sys.stderr)
+    raise SystemExit(EXIT_INTERRUPTED) from None
 
 EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
-EXIT_INTERRUPTED = 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 DEMO_SLOW = 0.30
 USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError, TraceError, JudgeError)
@@ -70,11 +75,21 @@ class GateGroup(TyperGroup):
             if hasattr(error, "show"):
                 error.show()
                 code = EXIT_USAGE
+            elif isinstance(error, OSError) and error.errno in FULL_DISK:  # of the help, which no command prints
+                typer.echo(f"gate: {_fault(error)}", err=True)
+                code = EXIT_INTERNAL
             else:
                 traceback.print_exception(error)
                 typer.echo(f"gate: internal error ({type(error).__name__}); please report the lines above", err=True)
                 code = EXIT_INTERNAL
         return sys.exit(code if isinstance(code, int) else 0) if standalone_mode else code
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for; Ctrl-C where it does not see to that itself is said and ends with 130."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _end("gate: interrupted", EXIT_INTERRUPTED)
 
 
 app = typer.Typer(
@@ -202,16 +217,30 @@ def _end(text: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
+def _fault(error: OSError, otherwise: object = None) -> str:
+    """What the machine refused, and where; `otherwise` is the place where the error names none."""
+    if error.errno in FULL_DISK:
+        # Of a copy the second name is the file that was written.
+        return f"the disk is full: {error.filename2 or error.filename or otherwise or 'no file named'}"
+    return f"{error.strerror or error}: {error.filename or otherwise or 'no file named'}"
+
+
+def _kept(run_dir: Path | None, over: str) -> str:
+    """What there is of a run that ended early and how to go on, as the end of a sentence; empty where there is nothing."""
+    if run_dir is None:
+        return ""
+    onward = f"begin again: {over}" if over else f"go on: {_resume_words(run_dir)}"
+    if (run_dir / "plan.json").is_file():
+        return f"; what was measured is kept: {_again('report', str(run_dir))}, or {onward}"
+    return f"; {onward}" if over or (run_dir / "wish.json").is_file() else ""
+
+
 @contextmanager
 def _reported(run_dir: Path | None = None, over: str = "") -> Iterator[None]:
     """Turn the failures a user can cause into one sentence and an exit code; what was measured stays on disk.
 
     `over` is what to type for such a run again where this one can't go on.
     """
-    kept = ""
-    if run_dir:
-        onward = f"begin again: {over}" if over else f"go on: {_resume_words(run_dir)}"
-        kept = f"; what was measured is kept: {_again('report', str(run_dir))}, or {onward}"
     try:
         with _terminated_politely():
             yield
@@ -220,10 +249,9 @@ def _reported(run_dir: Path | None = None, over: str = "") -> Iterator[None]:
     except Refused as error:
         _end(f"gate: refused: {error}", EXIT_INVALID)
     except KeyboardInterrupt:
-        _end(f"gate: interrupted{kept}", EXIT_INTERRUPTED)
+        _end(f"gate: interrupted{_kept(run_dir, over)}", EXIT_INTERRUPTED)
     except OSError as error:
-        what = "the disk is full" if error.errno in FULL_DISK else (error.strerror or str(error))
-        _end(f"gate: {what}: {error.filename or run_dir or 'no file named'}{kept}", EXIT_INTERNAL)
+        _end(f"gate: {_fault(error, run_dir)}{_kept(run_dir, over)}", EXIT_INTERNAL)
 
 
 @contextmanager
@@ -402,8 +430,8 @@ def compare(
     raise typer.Exit(_compare(wish, limit_s).code)
 
 
-def _compare(wish: Wish, stop_after_s: float = float("inf")) -> run.Outcome:
-    with _reported(wish.run_dir, wish.command):
+def _compare(wish: Wish, stop_after_s: float = float("inf"), over: str = "") -> run.Outcome:
+    with _reported(wish.run_dir, over):
         folder = _with_screen(lambda screen: run.carry_out(wish, screen, stop_after_s))
         return _judge(folder)
 
@@ -579,10 +607,14 @@ def plant_change(
         for flag, value in (of_slow | of_prompts | of_mute).items():
             if value is not None and flag not in read:
                 raise PlantError(f"{flag} {value} is not read by {kind}, which reads {', '.join(read)}; leave it out")
+        if prompt is not None and prompt_key is not None:
+            raise PlantError("--prompt-key and --prompt name the prompt twice; leave one out")
+        plant.check_clone(folder)
         if kind == "slow":
             change = plant.slow(0.3 if fraction is None else fraction)
         elif kind == "mute":
             change = plant.mute(layer or 0, attention_head or 0)
+            plant.check_head(layer or 0, attention_head or 0, folder)
         else:
             change = _at_prompt(kind, folder, prompt_key, prompt)
         commit = plant.plant([change], folder, f"planted: {change.what}")
@@ -590,7 +622,7 @@ def plant_change(
 
 
 def _at_prompt(kind: str, folder: Path, prompt_key: str | None, prompt: str | None) -> plant.Plant:
-    key = prompt_key or _key_of(folder, _prompt_text(prompt))
+    key = _key_of(folder, _prompt_text(prompt)) if prompt_key is None else prompt_key
     return plant.flip(key) if kind == "flip" else plant.raising(key)
 
 
@@ -711,8 +743,9 @@ def demo(
         target = (run_dir or _demo_dir()).resolve()
         typer.echo(f"base is {base[:12]}; head decodes {DEMO_SLOW:.0%} slower and flips one token of one prompt")
         choices = (ArmChoice("base", "HEAD~1"), ArmChoice("head", "HEAD"))
-        again = f"gate demo --sessions {sessions} --seed {seed}"  # the clone will be gone
-        outcome = _compare(Wish(choices, clone, target, "demo", sessions=sessions, seed=seed, command=again))
+        again = ("demo", "--sessions", str(sessions), "--seed", str(seed))  # the clone will be gone
+        wish = Wish(choices, clone, target, "demo", sessions=sessions, seed=seed, command=shlex.join(["gate", *again]))
+        outcome = _compare(wish, over=_again(*again))
         typer.echo(found_plants(outcome.comparisons))
         code = outcome.code
     raise typer.Exit(0 if code in (0, 1, 2) and (target / "report.md").is_file() else code or EXIT_INVALID)
@@ -748,6 +781,7 @@ def _planted_clone(repository: Path, clone: Path, seed: int) -> str:
 
 def main() -> None:
     """Entry point of the `gate` command."""
+    streams.guard()
     app()
 
 

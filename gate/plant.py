@@ -6,6 +6,10 @@ Each is a source edit (file, anchor, replacement); the anchor must be there exac
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import shlex
+import shutil
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from gate.arm import ArmError, git
+from gate.arm import TRAINED_MODEL, ArmError, git
 
 KINDS = ("slow", "flip", "raise", "mute")
 FLIP_STEP = 5
@@ -82,6 +86,19 @@ def mute(layer: int, head: int) -> Plant:
     return Plant("mute", "engine/model/layers.py", ATTENTION_OUTPUT, code, f"head {head} of layer {layer} is mute")
 
 
+def check_head(layer: int, head: int, folder: Path) -> None:
+    """PlantError where the Thinker of the model in the tree `folder` has no such layer or head; without a model, none."""
+    path = folder / TRAINED_MODEL / "config.json"
+    try:
+        shape = json.loads(path.read_text(encoding="utf-8"))["thinker_config"]["text_config"]
+        layers, heads = int(shape["num_hidden_layers"]), int(shape["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError):  # a tree of its own kind: its server will tell
+        return
+    for flag, value, count in (("--layer", layer, layers), ("--attention-head", head, heads)):
+        if value >= count:
+            raise PlantError(f"{flag} {value} does not exist in the Thinker of {path.parent}; name 0 to {count - 1}")
+
+
 def _at_prompt(prompt_key: str, act: str) -> str:
     return f"""{CHOOSE}
         for index, one in enumerate(some):
@@ -129,7 +146,7 @@ def plant(changes: Sequence[Plant], folder: Path, message: str) -> str:
     PlantError unless `folder` is the top of a clone without changes of its own, or for a change that doesn't fit; ArmError
     where git fails. Either leaves the files as they were.
     """
-    _check_clone(folder)
+    check_clone(folder)
     files = [folder / name for name in dict.fromkeys(change.file for change in changes)]
     before = {path: path.read_bytes() for path in files if path.is_file()}
     name = ("-c", "user.name=gate plant", "-c", "user.email=plant@localhost", "-c", "commit.gpgsign=false")
@@ -144,22 +161,38 @@ def plant(changes: Sequence[Plant], folder: Path, message: str) -> str:
     return git(folder, "rev-parse", "HEAD").strip()
 
 
-def _check_clone(folder: Path) -> None:
+def check_clone(folder: Path) -> None:
     """PlantError unless `folder` is the top of a git repository whose files are as they were committed."""
-    advice = f"name a fresh scratch clone: git clone . {folder.parent / 'scratch'}"
+    advice = f"name a fresh scratch clone: git clone . {_beside(folder)}"
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise PlantError(f"{folder} {what}; {advice}")
+    if shutil.which("git") is None:
+        raise PlantError("git is not on PATH; install it, or mend PATH")
     try:
-        top = Path(git(folder, "rev-parse", "--show-toplevel").strip())
+        is_bare = git(folder, "rev-parse", "--is-bare-repository").strip() == "true"
+        top = folder if is_bare else Path(git(folder, "rev-parse", "--show-toplevel").strip())
     except ArmError:
         raise PlantError(f"{folder} is no git repository; {advice}") from None
+    if is_bare:
+        raise PlantError(f"{folder} is a bare repository, which has no files to change; {advice}")
     if top.resolve() != folder.resolve():
-        raise PlantError(f"{folder} is a folder inside the repository {top}; {advice}")
+        raise PlantError(
+            f"{folder} is a folder inside the repository {top}; name {top} where that is a scratch clone, else a fresh one: "
+            f"git clone . {_beside(top)}"
+        )
     if changed := git(folder, "status", "--porcelain", "--untracked-files=no").splitlines():
         raise PlantError(f"{folder} has changes that are not committed, such as {changed[0][3:]}; {advice}")
+
+
+def _beside(folder: Path) -> str:
+    """A place for a scratch clone that lies in no repository for being beside `folder`, as one types it here."""
+    return shlex.quote(os.path.relpath(folder.resolve().parent / "scratch"))
 
 
 def scratch_clone(repository: Path, target: Path) -> str:
     """Clone the committed state of `repository` to `target` (one commit deep is enough) and return its commit."""
     head = git(repository, "rev-parse", "HEAD").strip()
-    git(repository, "clone", "--quiet", "--no-hardlinks", str(repository), str(target))
+    git(repository, "clone", "--quiet", "--no-hardlinks", str(repository), str(target), into=target)
     git(target, "checkout", "--quiet", "--detach", head)
     return head

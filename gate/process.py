@@ -18,12 +18,40 @@ _WARDEN = str(Path(__file__).with_name("warden.py"))
 _KILL_S = 5.0  # for the warden to end all that its child started; it takes milliseconds
 _TAIL_BYTES = 8192
 
+# How git tells the programs that it starts (hooks, aliases, `rebase -x`) which repository, index and objects are meant: what
+# `git rev-parse --local-env-vars` lists. With these a git that the gate runs elsewhere would write into that repository. Not
+# among them are settings (GIT_CONFIG_PARAMETERS, GIT_CONFIG_COUNT), which git hands to its own submodules too: a safe.directory
+# may have to be there.
+GIT_PLACES = frozenset(
+    {
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+        "GIT_COMMON_DIR",
+        "GIT_CONFIG",
+        "GIT_DIR",
+        "GIT_GRAFT_FILE",
+        "GIT_IMPLICIT_WORK_TREE",
+        "GIT_INDEX_FILE",
+        "GIT_INTERNAL_SUPER_PREFIX",
+        "GIT_NO_REPLACE_OBJECTS",
+        "GIT_OBJECT_DIRECTORY",
+        "GIT_PREFIX",
+        "GIT_REPLACE_REF_BASE",
+        "GIT_SHALLOW_FILE",
+        "GIT_WORK_TREE",
+    }
+)
+
+
+def environment() -> dict[str, str]:
+    """The caller's environment for a child, without what git says in it of a repository that may be another one."""
+    return {key: value for key, value in os.environ.items() if key not in GIT_PLACES}
+
 
 class Child:
     """A running process group: the warden leads it and ends with the code of the program that was asked for.
 
     The group is not the terminal's, so Ctrl-C reaches the gate alone. `stdin`, `stdout` and `stderr` are those of subprocess; a
-    file must be open for appending, since the warden cuts it when it gets long.
+    file must be open for appending, since the warden cuts it when it gets long. Without `env` it gets `environment()`.
     """
 
     def __init__(
@@ -40,7 +68,7 @@ class Child:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-I", "-S", _WARDEN, str(reader), *words],
                 cwd=cwd,
-                env=env,
+                env=environment() if env is None else env,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

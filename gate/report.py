@@ -50,7 +50,7 @@ _QUIET_CORES = 0.3  # more than this, and others were at work beside a session
 _QUIET_SHARE = 0.01  # of the core time that a quota took
 LEGEND = (
     "How to read it: a cell is a task (T text, A audio, S speech: A2T is speech to text) at a number of clients; each number "
-    "is one boot of a server; ↑ more is better; *change* is head's mean against base's, and the true one lies in the "
+    "is one boot of a server; ↑ more is better; *change* is head's geometric mean against base's, and the true one lies in the "
     "interval 19 times of 20; verdicts are judged over all cells together (Holm's correction), which is stricter than one "
     "cell's interval; *no verdict*: more sessions are needed, it does not say that nothing changed."
 )

@@ -329,6 +329,7 @@ class _Session:
         """Take over what the same session had finished when its gate ended."""
         begun, run = self.ready.folder.begun(self.id), self.ready.folder.load()
         kept = _finished(run, self.id)
+        self.owed_by_others = sum(len(cells) for slot, _, cells in _owed(run) if slot != self.slot)
         self.ready.folder.keep_records(self.id, kept)
         if begun is None or not kept:
             return
@@ -468,8 +469,8 @@ class _Session:
         )
 
     def _progress(self, what: str) -> None:
-        per, order = len(self.ready.plan.cells), self.ready.plan.order
-        self.watcher.advance(self.slot * per + per - len(self.owed), len(order) * per, f"{self.id} {what}")
+        total = len(self.ready.plan.cells) * len(self.ready.plan.order)
+        self.watcher.advance(total - self.owed_by_others - len(self.owed), total, f"{self.id} {what}")
 
 
 def load_run(path: Path) -> RunData:

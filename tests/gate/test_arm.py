@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from gate.arm import (
     ArmError,
     default_model,
     dependency_table,
+    git,
     laid_out,
     make_model,
     parse_env,
@@ -23,7 +26,7 @@ from gate.arm import (
     source_digest,
     weights_digest,
 )
-from tests.gate.trees import make_repository, make_tree, run_git
+from tests.gate.trees import make_repository, make_tree, places_of, run_git, serve_words, state
 
 
 def test_the_source_digest_covers_source_files_by_path_and_nothing_else(tmp_path: Path) -> None:
@@ -58,6 +61,70 @@ def test_two_refs_of_one_commit_become_two_clean_worktrees_that_go_again(tmp_pat
         assert base.info.commit == run_git(repo, "rev-parse", "HEAD")
     assert run_git(repo, "worktree", "list").count("\n") == 0
     assert not (tmp_path / "run/arms/base").exists()
+
+
+@pytest.mark.parametrize("names", [("GIT_DIR",), ("GIT_INDEX_FILE",), tuple(places_of(Path()))], ids="+".join)
+@pytest.mark.parametrize("ref", ["HEAD", "."])
+def test_where_git_starts_the_gate_arms_come_from_the_repository_that_is_named_and_no_other_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], ref: str
+) -> None:
+    mine = make_repository(tmp_path / "mine", {"tokens": 1})
+    repo = make_repository(tmp_path / "repo", {"tokens": 2}, {"tokens": 3})
+    before = state(mine)
+    for name in names:
+        monkeypatch.setenv(name, places_of(mine)[name])
+    with laid_out((ArmChoice("base", ref),), repo, tmp_path / "run", keep=False) as (arm,):
+        assert arm.info.commit == run_git(repo, "rev-parse", "HEAD")
+        assert arm.info.source_digest == source_digest(repo)
+    assert state(mine) == before
+
+
+def test_what_an_arm_starts_is_not_told_of_a_repository_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = make_tree(tmp_path / "tree")
+    monkeypatch.setenv("GIT_DIR", "/elsewhere/.git")
+    choices = (ArmChoice("base", str(tree)), ArmChoice("head", f"cmd:{serve_words(tree)}"))
+    with laid_out(choices, tmp_path, tmp_path / "run", keep=False) as arms:
+        assert ["GIT_DIR" in arm.environment() for arm in arms] == [False, False]
+
+
+def fake_git(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a shell script in the place of git."""
+    folder.mkdir()
+    (folder / "git").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize(
+    ("script", "number", "told"),
+    [
+        ("echo 'fatal: sha1 file write error: No space left on device' >&2; exit 128", errno.ENOSPC, "No space left"),
+        ("echo 'fatal: write error: Disk quota exceeded' >&2; exit 128", errno.ENOSPC, "No space left"),
+        (
+            "echo 'error: unable to write file engine/a.py' >&2; echo 'fatal: Could not reset index' >&2; exit 128",
+            errno.EIO,
+            r"git worktree: unable to write file engine/a\.py \(is the disk full\?\)",
+        ),
+        ("kill -KILL $$", errno.EIO, "git worktree was ended by SIGKILL"),
+        ("test $LC_ALL = C && kill -SEGV $$", errno.EIO, "git worktree was ended by SIGSEGV"),
+    ],
+)
+def test_what_the_machine_refuses_git_is_no_wrong_usage_and_names_the_folder_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, number: int, told: str
+) -> None:
+    fake_git(tmp_path / "bin", script, monkeypatch)
+    with pytest.raises(OSError, match=told) as caught:
+        git(tmp_path, "worktree", "add", str(tmp_path / "tree"), into=tmp_path / "tree")
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / "tree"))
+    with pytest.raises(OSError) as caught:
+        git(tmp_path, "worktree", "add")
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_a_file_that_git_may_not_write_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_git(tmp_path / "bin", "echo 'error: unable to write file .git/a: Permission denied' >&2; exit 1", monkeypatch)
+    with pytest.raises(ArmError, match=r"git commit failed in .*: error: unable to write file .*: Permission denied"):
+        git(tmp_path, "-c", "a=b", "commit")
 
 
 def test_worktrees_go_also_when_the_run_is_interrupted(tmp_path: Path) -> None:
@@ -182,6 +249,13 @@ def test_a_ref_that_names_nothing_is_one_sentence(tmp_path: Path, ref: str) -> N
     assert str(caught.value) == f"base {ref!r} is neither a commit of {repo} nor a folder"
 
 
+def test_a_ref_where_there_is_no_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ArmError, match=r"base 'HEAD' is neither a commit .* nor a folder \(git is not on PATH\)"):
+        resolve(ArmChoice("base", "HEAD"), repo)
+
+
 def test_a_folder_without_an_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArmError, match=r"head folder .* holds no engine/ package"):
         resolve(ArmChoice("head", "", directory=tmp_path), tmp_path)
@@ -219,6 +293,15 @@ def test_the_model_is_made_by_the_arms_own_tiny_command(tmp_path: Path) -> None:
         assert (folder / "model.safetensors").read_bytes() == bytes(range(256))
         with pytest.raises(ArmError, match=r"`omni tiny` of base failed .*FileExistsError"):
             make_model(arm, tmp_path / "model")
+        full = (
+            tmp_path / "bin" / "python",
+            "#!/bin/sh\necho 'OSError: [Errno 28] No space left on device' >&2; exit 1\n",
+        )
+        full[0].parent.mkdir()
+        full[0].write_text(full[1])
+        full[0].chmod(0o755)
+        with pytest.raises(OSError, match=r"No space left on device: .*other"):
+            make_model(replace(arm, python=str(full[0])), tmp_path / "other")
 
 
 @pytest.mark.parametrize(

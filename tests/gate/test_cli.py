@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gate import cli
+from gate.arm import TRAINED_MODEL
 from gate.cli import _first_question, _prompt_text, app, called, first_part, found_plants
 from gate.plant import ATTENTION_OUTPUT, CHOOSE, LAUNCH, PlantError
-from gate.rundir import RunDir
+from gate.record import RunData
+from gate.rundir import RunDir, existing
 from gate.verdict import compare
 from gate.workload import default_root, load_prompts, load_questions
 from tests.gate.runs import make_run
@@ -26,6 +30,8 @@ from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
 from tests.server.serving import heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
+GATE = [sys.executable, "-m", "gate"]
+OURS = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def call(*words: str) -> Result:
@@ -124,6 +130,12 @@ def test_the_first_part_of_a_report_is_its_headline_and_first_table() -> None:
         (["run", "no-such"], "arm 'no-such' is neither a commit"),
         (["plant", "melt", "."], "KIND 'melt' does not exist; there are slow, flip, raise, mute"),
         (["plant", "slow", "."], "engine/lane.py does not exist"),
+        (["plant", "flip", "nowhere"], "gate: nowhere does not exist; name a fresh scratch clone"),
+        (
+            ["plant", "flip", ".", "--prompt", "q31", "--prompt-key", "000000000000"],
+            "--prompt-key and --prompt name the prompt twice; leave one out",
+        ),
+        (["plant", "raise", ".", "--prompt-key", ""], "--prompt-key '' is not 12 lower-case hex digits"),
         (
             ["plant", "mute", ".", "--prompt", "p00"],
             "--prompt p00 is not read by mute, which reads --layer, --attention-head",
@@ -157,6 +169,70 @@ def test_a_failure_of_the_gate_itself_is_a_traceback_and_70_and_never_the_1_of_a
     assert done.exit_code == 70
     assert "KeyError: 'absent'" in done.stderr and "in broken" in done.stderr
     assert done.stderr.splitlines()[-1] == "gate: internal error (KeyError); please report the lines above"
+
+
+def keep(run: RunData, path: Path) -> RunDir:
+    """Put a run that was made by hand on disk."""
+    folder = RunDir(path)
+    path.mkdir()
+    folder.write_plan(run.plan, run.items)
+    for session in run.sessions:
+        folder.write_session(session)
+        folder.append_records(session.id, [record for record in run.records if record.session == session.id])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["report", "run"], 1), (["--help"], 0), (["report", "--help"], 0), (["report", "nowhere"], 64)],
+)
+def test_a_reader_that_goes_away_changes_no_exit_code(tmp_path: Path, words: list[str], code: int) -> None:
+    keep(planted_run(), tmp_path / "run")
+    for errors in (subprocess.PIPE, subprocess.STDOUT):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            GATE + words, cwd=tmp_path, env=OURS, stdout=writer, stderr=errors, text=True, check=False
+        )
+        os.close(writer)
+        assert done.returncode == code, done.stderr
+        assert "ipe" not in (done.stderr or "") and "Traceback" not in (done.stderr or "")
+    assert (tmp_path / "run" / "report.md").is_file() == (words == ["report", "run"])
+
+
+@pytest.mark.parametrize("words", [["report", "run"], ["--help"]], ids=" ".join)
+def test_an_output_that_is_full_is_a_sentence_and_70(tmp_path: Path, words: list[str]) -> None:
+    keep(planted_run(), tmp_path / "run")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            GATE + words, cwd=tmp_path, env=OURS, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (70, "gate: the disk is full: standard output\n")
+
+
+@pytest.mark.parametrize("module", ["typer", "gate.run", "no longer"])
+def test_ctrl_c_is_a_line_and_130_also_while_the_gate_still_loads(module: str) -> None:
+    program = f"""
+import sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+from gate import cli
+
+def interrupted():
+    raise KeyboardInterrupt
+
+cli.default_root = cli.Path.cwd = interrupted
+sys.argv[1:] = ["compare", "HEAD", "HEAD", "--run", "x"]
+cli.main()
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, env=OURS, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "gate: interrupted\n")
 
 
 def test_the_demo_says_which_planted_faults_were_found() -> None:
@@ -300,6 +376,96 @@ def test_a_full_disk_is_a_sentence_that_says_what_is_kept(place: Path, monkeypat
     assert run_git(place / "repo", "worktree", "list").count("\n") == 0
 
 
+def test_a_full_disk_is_where_a_copy_was_written_and_not_where_it_was_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "read.safetensors", None, "written.safetensors")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    monkeypatch.setattr(RunDir, "append_records", full)
+    done = call("compare", "HEAD", "HEAD", *quick("--run", "../run"))
+    assert done.exit_code == 70
+    assert "gate: the disk is full: written.safetensors; " in done.stderr
+
+
+def test_a_disk_that_is_full_for_git_is_70_and_names_the_tree(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = shutil.which("git")
+    wrapper = place / "bin" / "git"
+    wrapper.parent.mkdir()
+    full = "*worktree*add*) echo 'fatal: write error: No space left on device' >&2; exit 128;;"
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in {full} esac\nexec {git} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    done = call("compare", "HEAD", "HEAD", *quick("--run", "../run"))
+    assert done.exit_code == 70, done.output
+    tree = place / "run" / "arms" / "base"
+    assert f"gate: the disk is full: {tree}; go on: gate compare --resume ../run\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        ("check", ""),
+        ("prepare", "; go on: gate compare --resume ../run"),
+        ("_run_sessions", "; what was measured is kept: gate report ../run, or go on: gate compare --resume ../run"),
+    ],
+)
+def test_an_interrupted_run_names_what_works_with_what_is_there(
+    place: Path, monkeypatch: pytest.MonkeyPatch, step: str, kept: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"gate.run.{step}", interrupted)
+        done = call("compare", "HEAD", "HEAD", *quick("--run", "../run"))
+    assert done.exit_code == 130 and done.stderr.endswith(f"gate: interrupted{kept}\n")
+    if "report" in kept:
+        assert call("report", "../run").exit_code == 2
+    if kept:
+        assert call("compare", "--resume", "../run").exit_code in (0, 2)
+
+
+@pytest.mark.parametrize("step", ["prepare", "_run_sessions"])
+def test_an_interrupted_demo_is_begun_again_as_the_gate_was_called(
+    place: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    add_anchors(place / "repo")
+    monkeypatch.setattr(f"gate.run.{step}", interrupted)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "gate" / "__main__.py")])
+    done = call("demo", "--run", "../demo", "--sessions", "2", "--seed", "7")
+    assert done.exit_code == 130
+    again = called(sys.argv[0], Path.cwd())
+    assert done.stderr.endswith(f" begin again: {again} demo --sessions 2 --seed 7\n") and again.endswith("-m gate")
+    assert (" gate report " in done.stderr.replace("-m gate", "gate")) == (step == "_run_sessions")
+
+
+@pytest.mark.parametrize("hook", ["pre-commit", "post-commit"])
+def test_a_hook_may_plan_a_comparison_and_the_commit_that_runs_it_is_what_it_was(place: Path, hook: str) -> None:
+    repo, script = place / "repo", place / "repo" / ".git" / "hooks" / hook
+    add_anchors(repo)
+    run_git(place, "clone", "--quiet", "repo", "clone")
+    planted = shlex.join([*GATE, "plant", "slow", "../clone"])
+    command = shlex.join([*GATE, "plan", "HEAD~1", "HEAD", *quick("--run", "../run")])
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f"#!/bin/sh\nexport PYTHONPATH={ROOT}\n{command} && {planted}\n")
+    script.chmod(0o755)
+    before = run_git(repo, "rev-parse", "HEAD")
+    (repo / ".gitignore").write_text("__pycache__/\nruns/\nother/\n")
+    run_git(repo, "commit", "--quiet", "--all", "--message", "mine")
+    assert run_git(repo, "log", "--format=%s", f"{before}..") == "mine"
+    assert run_git(repo, "show", "--format=", "--name-only", "HEAD") == ".gitignore"
+    assert run_git(repo, "status", "--porcelain") == ""
+    assert run_git(place / "clone", "log", "-1", "--format=%s").startswith("planted: ")
+    commits = [arm.commit for arm in existing(place / "run").load().plan.arms]
+    last = before if hook == "pre-commit" else run_git(repo, "rev-parse", "HEAD")
+    assert commits == [run_git(repo, "rev-parse", f"{last}~1"), last]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_server_and_no_worktree_and_keeps_its_records(
     place: Path, number: signal.Signals
@@ -373,6 +539,11 @@ def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
     assert flip.exit_code == 0 and "!= '0123456789ab'" in (repo / "engine" / "runner.py").read_text()
     mute = call("plant", "mute", str(repo), "--layer", "1", "--attention-head", "2")
     assert mute.exit_code == 0 and 'name == "thinker.layers.1"' in (repo / "engine" / "model" / "layers.py").read_text()
+    (repo / TRAINED_MODEL).mkdir(parents=True)
+    shape = '{"thinker_config": {"text_config": {"num_hidden_layers": 5, "num_attention_heads": 6}}}'
+    (repo / TRAINED_MODEL / "config.json").write_text(shape)
+    far = call("plant", "mute", str(repo), "--layer", "999")
+    assert far.exit_code == 64 and "--layer 999 does not exist in the Thinker of" in far.output
     again = call("plant", "slow", str(repo))
     assert again.exit_code == 64 and "0 times; it must be there exactly once" in again.output
 

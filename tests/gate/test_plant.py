@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import shutil
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +17,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from gate.arm import TRAINED_MODEL
 from gate.plant import (
     CHOOSE,
     LAUNCH,
     Plant,
     PlantError,
     apply,
+    check_clone,
+    check_head,
     flip,
     mute,
     plant,
@@ -29,7 +34,7 @@ from gate.plant import (
     scratch_clone,
     slow,
 )
-from tests.gate.trees import make_repository, run_git
+from tests.gate.trees import make_repository, places_of, run_git, state
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [7, 300, 2]
@@ -156,6 +161,72 @@ def test_a_head_is_counted_from_0() -> None:
         mute(0, -1)
 
 
+@pytest.mark.parametrize(
+    ("layer", "head", "told"),
+    [
+        (4, 5, ""),
+        (5, 0, r"^--layer 5 does not exist in the Thinker of .*/engine/assets/omni-tiny; name 0 to 4$"),
+        (0, 6, r"^--attention-head 6 does not exist in the Thinker of .*; name 0 to 5$"),
+    ],
+)
+def test_a_head_is_one_of_the_model_in_the_tree(tmp_path: Path, layer: int, head: int, told: str) -> None:
+    check_head(layer, head, tmp_path)  # nothing is known there
+    path = tmp_path / TRAINED_MODEL / "config.json"
+    path.parent.mkdir(parents=True)
+    for unknown in ("{", "[]", '{"thinker_config": {"text_config": {}}}'):
+        path.write_text(unknown)
+        check_head(layer, head, tmp_path)
+    shape = {"num_hidden_layers": 5, "num_attention_heads": 6}
+    path.write_text(json.dumps({"thinker_config": {"text_config": shape}}))
+    with pytest.raises(PlantError, match=told) if told else nullcontext():
+        check_head(layer, head, tmp_path)
+
+
+def test_the_model_of_this_checkout_has_a_known_shape() -> None:
+    with pytest.raises(PlantError, match="--layer 999 does not exist"):
+        check_head(999, 0, ROOT)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nowhere", "nowhere does not exist; name a fresh scratch clone: git clone . scratch"),
+        ("file", "file is a file; name a fresh scratch clone: git clone . scratch"),
+        ("plain", "plain is no git repository; name a fresh scratch clone: git clone . scratch"),
+        ("bare", "bare is a bare repository, which has no files to change; name a fresh"),
+        (
+            "repo/engine",
+            "is a folder inside the repository {top}; name {top} where that is a scratch clone, else a fresh one: ",
+        ),
+        ("repo/engine", "else a fresh one: git clone . scratch"),
+    ],
+)
+def test_what_is_no_clone_is_told_with_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    run_git(tmp_path, "clone", "--quiet", "--bare", str(repo), "bare")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlantError) as caught:
+        check_clone(Path(name))
+    assert told.format(top=repo) in str(caught.value)
+
+
+def test_a_clone_where_one_stands_is_advised_beside_it_and_one_without_git_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    (repo / "engine" / "__init__.py").write_text("changed = 1\n")
+    monkeypatch.chdir(repo)
+    with pytest.raises(PlantError, match=r"such as engine/__init__.py; name .*: git clone \. \.\./scratch$"):
+        check_clone(Path("."))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PlantError, match=r"^git is not on PATH; install it"):
+        check_clone(Path("."))
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_anchor_that_is_not_there_exactly_once_is_an_error_and_nothing_is_written(
     tmp_path: Path, count: int
@@ -193,3 +264,18 @@ def test_a_scratch_clone_of_the_committed_state_takes_a_plant_as_one_commit(tmp_
     assert run_git(tmp_path / "clone", "rev-parse", "HEAD~1") == head == run_git(repo, "rev-parse", "HEAD")
     assert run_git(tmp_path / "clone", "diff", "--stat", head, commit_id).count("engine/lane.py") == 1
     assert (repo / "engine" / "lane.py").read_text() == "uncommitted"
+
+
+def test_where_git_starts_the_gate_a_clone_is_made_and_planted_and_the_users_repository_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = make_engine(make_repository(tmp_path / "repo", {}))
+    run_git(repo, "add", "--all")
+    run_git(repo, "commit", "--quiet", "--message", "a runner")
+    before = state(repo)
+    for name, value in places_of(repo).items():
+        monkeypatch.setenv(name, value)
+    head = scratch_clone(repo, tmp_path / "clone")
+    commit_id = plant([slow(0.3)], tmp_path / "clone", "slower")
+    assert state(repo) == before
+    assert run_git(tmp_path / "clone", "rev-parse", "HEAD", "HEAD~1").split() == [commit_id, head]

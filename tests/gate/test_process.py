@@ -26,6 +26,18 @@ def test_a_program_ends_with_its_own_code_output_and_signal(tmp_path: Path) -> N
     assert process.run(["sh", "-c", "kill -KILL $$"]).returncode == -9
 
 
+def test_a_child_is_not_told_which_repository_git_started_the_gate_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True, check=True)
+    names = {*listed.stdout.split(), *process.GIT_PLACES} - {"GIT_CONFIG_COUNT", "GIT_CONFIG_PARAMETERS"}
+    for name in names:
+        monkeypatch.setenv(name, "elsewhere")
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "0")
+    there = {line.partition("=")[0] for line in process.run(["env"]).stdout.splitlines()}
+    assert "GIT_DIR" in names and not names & there
+    assert {"GIT_CONFIG_COUNT", "PATH"} <= there
+    assert "GIT_DIR=asked" in process.run(["env"], env={**process.environment(), "GIT_DIR": "asked"}).stdout
+
+
 def test_a_program_that_does_not_exist_is_the_shells_127_and_a_sentence() -> None:
     done = process.run(["/no/such/program"])
     assert (done.returncode, done.stderr) == (127, "/no/such/program: No such file or directory\n")

@@ -399,7 +399,17 @@ def test_a_run_stopped_with_two_base_sessions_and_one_of_head_judges_no_speed_un
         "left: 1 of 4 sessions (head), with 2 cells and 8 measured requests in all, at most 72 tokens"
     )
     assert not any("took" in said for said in notes.said)
+    assert notes.steps == ["6/8 04-head boots", "6/8 04-head T2T@1", "7/8 04-head T2T@2"]
     assert (whole.code, {cell.verdict for cell in whole.comparisons.cells}) == (1, {"regression"})
+
+
+def test_a_resumed_run_counts_what_is_done_wherever_it_stands_in_the_order(tmp_path: Path) -> None:
+    folder = carry_out(make_wish(tmp_path, {}, {}), Notes())
+    first = folder.load().sessions[0].id
+    (folder.session(first) / "records.jsonl").unlink()
+    notes = Notes()
+    resume(folder.path, notes)
+    assert notes.steps == [f"6/8 {first} boots", f"6/8 {first} T2T@1", f"7/8 {first} T2T@2"]
 
 
 BASE_INSIDE = ["head", "base", "base", "head"]

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy
 import soundfile
 
+from gate import process
+
 FAKE = Path(__file__).with_name("fake_server.py")
 
 
@@ -32,8 +34,23 @@ def serve_words(tree: Path) -> str:
 
 def run_git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *identity, "-C", str(folder), *words], capture_output=True, text=True, check=True)
+    command = ["git", *identity, "-C", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=process.environment())
     return done.stdout.strip()
+
+
+def state(repository: Path) -> tuple[str, str, bytes, str]:
+    """What must stay of a repository that the gate has no business in: its branch, commit, index and worktrees."""
+    index = (repository / ".git" / "index").read_bytes()
+    branch, commit = (run_git(repository, "rev-parse", *words) for words in (("--abbrev-ref", "HEAD"), ("HEAD",)))
+    return branch, commit, index, run_git(repository, "worktree", "list", "--porcelain")
+
+
+def places_of(repository: Path) -> dict[str, str]:
+    """What git tells a hook of its repository, so much as decides where another git reads and writes."""
+    git = repository / ".git"
+    named = {"GIT_DIR": git, "GIT_INDEX_FILE": git / "index", "GIT_WORK_TREE": repository}
+    return {"GIT_PREFIX": "", **{name: str(path) for name, path in named.items()}}
 
 
 def make_repository(folder: Path, *behaviours: dict[str, object]) -> Path:
