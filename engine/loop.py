@@ -206,7 +206,8 @@ class Loop:
             track.finish_reason = self.settle(track)
             if track.finished and component == Component.TALKER:
                 one.tracks[Component.CODE2WAV].source_ended = True
-        if not one.request.emit_text and Component.CODE2WAV in one.tracks and one.tracks[Component.CODE2WAV].finished:
+        wave = one.tracks.get(Component.CODE2WAV)
+        if wave is not None and wave.finished and not one.request.emit_text:
             # Nobody is told the text: what speech has no room for would be written for nothing.
             thinker = one.tracks[Component.THINKER]
             thinker.finish_reason = thinker.finish_reason or one.tracks[Component.TALKER].finish_reason

@@ -613,8 +613,9 @@ def plant_change(
         if kind == "slow":
             change = plant.slow(0.3 if fraction is None else fraction)
         elif kind == "mute":
-            change = plant.mute(layer or 0, attention_head or 0)
-            plant.check_head(layer or 0, attention_head or 0, folder)
+            place = layer or 0, attention_head or 0
+            change = plant.mute(*place)
+            plant.check_head(*place, folder)
         else:
             change = _at_prompt(kind, folder, prompt_key, prompt)
         commit = plant.plant([change], folder, f"planted: {change.what}")

@@ -420,6 +420,12 @@ def _plain_layers(section: _Section) -> None:
     section.only("tie_word_embeddings", False)
 
 
+def _heads(section: _Section) -> tuple[int, int]:
+    """Heads of queries, and of the keys and values that these share out evenly."""
+    heads = section.positive("num_attention_heads")
+    return heads, section.divisor("num_key_value_heads", heads, "num_attention_heads")
+
+
 def _stack(section: _Section) -> StackConfig:
     _plain_layers(section)
     section.only("decoder_sparse_step", 1)
@@ -427,13 +433,13 @@ def _stack(section: _Section) -> StackConfig:
     section.only("use_qk_norm", True)
     section.only("use_sliding_window", False)
     theta, sections = _mrope(section)
-    heads, experts = section.positive("num_attention_heads"), _experts(section)
+    (heads, kv_heads), experts = _heads(section), _experts(section)
     return StackConfig(
         vocab=section.positive("vocab_size"),
         hidden=section.positive("hidden_size"),
         layers=section.positive("num_hidden_layers"),
         heads=heads,
-        kv_heads=section.divisor("num_key_value_heads", heads, "num_attention_heads"),
+        kv_heads=kv_heads,
         head_dim=section.positive("head_dim"),
         experts=experts,
         top_k=section.between("num_experts_per_tok", 1, experts),
@@ -487,13 +493,13 @@ def _predictor(section: _Section) -> PredictorConfig:
     _plain_layers(section)
     section.only("use_sliding_window", False)
     theta, _ = _rope(section)
-    heads = section.positive("num_attention_heads")
+    heads, kv_heads = _heads(section)
     return PredictorConfig(
         vocab=section.positive("vocab_size"),
         hidden=section.positive("hidden_size"),
         layers=section.positive("num_hidden_layers"),
         heads=heads,
-        kv_heads=section.divisor("num_key_value_heads", heads, "num_attention_heads"),
+        kv_heads=kv_heads,
         head_dim=section.positive("head_dim"),
         inter=section.positive("intermediate_size"),
         groups=section.at_least("num_code_groups", 2),  # the first is the Talker's own

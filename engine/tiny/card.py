@@ -7,7 +7,7 @@ without one, the card leaves open.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -396,7 +396,7 @@ def _logged(out: Path) -> list[LogLine]:
     return shards.read_list(path, LogLine) if path.exists() else []
 
 
-def _found(out: Path) -> dict[str, Any]:
+def _found(out: Path) -> _Scores:
     """What a training in `out` scored."""
     path = out / "score" / "scores.json"
     try:
@@ -405,14 +405,14 @@ def _found(out: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}); score the model again") from None
     if strangers := found.scores.keys() - _PARTS.keys():
         raise ValueError(f"{path} is damaged (there is no part {min(strangers)}); score the model again")
-    return msgspec.structs.asdict(found)
+    return found
 
 
-def _score_table(found: Mapping[str, Any]) -> str:
-    columns = [column for column in _COLUMNS if any(column in values for values in found["scores"].values())]
+def _score_table(found: _Scores) -> str:
+    columns = [column for column in _COLUMNS if any(column in values for values in found.scores.values())]
     rows = [
         (_PARTS[part], *(f"{values[column]:g}" if column in values else "–" for column in columns))
-        for part, values in found["scores"].items()
+        for part, values in found.scores.items()
     ]
     return _table(("part", *(_COLUMNS[column] for column in columns)), rows)
 
@@ -445,9 +445,9 @@ def _kinds(score: Path) -> list[str]:
     return [head + _table(("kind", "questions", "answered exactly"), rows) + "\n"] if rows else []
 
 
-def _scores(found: Mapping[str, Any]) -> str:
-    skipped = "".join(f"\nNot measured: `{name}`, since {reason}.\n" for name, reason in found["skipped"].items())
-    dtype = "float32 on a CPU" if found["device"] == "cpu" else "bfloat16 on a GPU"
+def _scores(found: _Scores) -> str:
+    skipped = "".join(f"\nNot measured: `{name}`, since {reason}.\n" for name, reason in found.skipped.items())
+    dtype = "float32 on a CPU" if found.device == "cpu" else "bfloat16 on a GPU"
     return f"""## Scores
 
 {_score_table(found)}
@@ -477,8 +477,8 @@ def _pictures(shown: Sequence[str]) -> str:
 """
 
 
-def _limits(found: Mapping[str, Any]) -> str:
-    heard = found["scores"].get(SHOWN_PART, {}).get(HEARD_WER, 0.0)
+def _limits(found: _Scores) -> str:
+    heard = found.scores.get(SHOWN_PART, {}).get(HEARD_WER, 0.0)
     said = (
         "Its speech has the sounds of its voice, but its words can't be made out."
         if heard > UNCLEAR

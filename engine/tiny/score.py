@@ -147,9 +147,12 @@ def score(
     served = Served(folder, device)
     asked, skipped = wanted(sizes, librispeech, seed, trained)
     with nullcontext() if held else workdir.locked(out):
-        rows = _asked(served, asked, out, tell)
+        rows, natural = _asked(served, asked, out, tell)
         if (reason := judge.missing()) is not None:
             skipped[HEARD_WER] = reason
+        else:
+            tell(f"score: {sum(one.aloud for one in asked)} answers and {len(natural)} recordings to recognise")
+            rows = _recognised(rows, out, natural, tell)
         shards.write_list(out / "rows.jsonl", rows)
         parts = dict.fromkeys(row.part for row in rows)
         scores = {part: summary([row for row in rows if row.part == part]) for part in parts}
@@ -162,18 +165,17 @@ def score(
     return scores
 
 
-def _asked(served: Served, asked: Sequence[Asked], out: Path, tell: Callable[[str], None]) -> list[Row]:
-    """Ask everything, keep what was said in `out`, and recognise it where a recogniser is."""
+def _asked(
+    served: Served, asked: Sequence[Asked], out: Path, tell: Callable[[str], None]
+) -> tuple[list[Row], dict[str, Floats]]:
+    """Ask everything and keep what was said in `out`; also what the main voice says of each reference, [n] at 24 kHz."""
     tell(f"score: {len(asked)} requests")
     said = list(dict.fromkeys(one.example.answer for one in asked if one.aloud))
     natural = dict(zip(said, _said(said, MAIN_VOICE), strict=True))
     seconds = [len(natural[one.example.answer]) / SAMPLE_RATE if one.aloud else 0.0 for one in asked]
     answers = served.answers(asked, seconds, tell)
     rows = [_row(out, place, *found) for place, found in enumerate(zip(asked, answers, seconds, strict=True))]
-    if judge.missing() is not None:
-        return rows
-    tell(f"score: {sum(one.aloud for one in asked)} answers and {len(natural)} recordings to recognise")
-    return _recognised(rows, out, natural, tell)
+    return rows, natural
 
 
 def check_references(librispeech: Path) -> None:

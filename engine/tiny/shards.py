@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -60,17 +60,18 @@ def read_list(path: Path, kind: type[Entry]) -> list[Entry]:
         try:
             found.append(msgspec.json.decode(row, type=kind))
         except msgspec.DecodeError as error:
-            raise _damaged(f"{path}, line {number},", error) from None
+            raise damaged(path, error, f", line {number},") from None
     return found
 
 
-def _damaged(what: object, error: Exception) -> ValueError:
-    return ValueError(f"{what} is damaged ({error}); fetch it again, or delete its folder to make that again")
+def damaged(path: Path, error: Exception, where: str = "") -> ValueError:
+    """The error of a file that can't be read, with the way out."""
+    return ValueError(f"{path}{where} is damaged ({error}); fetch it again, or delete {path.parent} to make it again")
 
 
 def whole(folder: Path, shard: str) -> NDArray[Any]:
-    """All rows [n, ...] of a shard, in memory."""
-    return np.array(_mapped(folder / shard))
+    """All rows [n, ...] of a shard, in memory; its file is closed again."""
+    return _loaded(folder / shard)
 
 
 def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
@@ -81,11 +82,15 @@ def read(folder: Path, shard: str, start: int, length: int) -> NDArray[Any]:
 @cache
 def _mapped(path: Path) -> NDArray[Any]:
     """The array of a whole shard. Mapped once: every mapping holds a file open, and a process may open only so many."""
+    return _loaded(path, "r")
+
+
+def _loaded(path: Path, mode: Literal["r"] | None = None) -> NDArray[Any]:
     try:
-        mapped: NDArray[Any] = np.load(path, mmap_mode="r")
+        array: NDArray[Any] = np.load(path, mmap_mode=mode)
     except (EOFError, ValueError) as error:
-        raise _damaged(path, error) from None
-    return mapped
+        raise damaged(path, error) from None
+    return array
 
 
 @contextmanager

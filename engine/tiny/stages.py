@@ -434,9 +434,7 @@ def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
     try:
         return Axes(**load_file(path, device), codes=codes)
     except (SafetensorError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); fetch it again, or delete {path.parent} to make it again"
-        ) from None
+        raise shards.damaged(path, error) from None
 
 
 def make_mels(out: Path, plan: Plan, sitting: Sitting) -> None:
@@ -699,10 +697,6 @@ def _finished(out: Path, name: str) -> _Finished | None:
         raise WalkgateError(f"{path} is damaged ({error}); fetch it again, or delete it to make {name} again") from None
 
 
-def _finish(out: Path, name: str) -> None:
-    shards.write_list(out / name / DONE, [_Finished(_digest(out / name), _sources(out, name))])
-
-
 def _sources(out: Path, name: str) -> dict[str, str]:
     """The digests of what the stage `name` reads from, by stage, as far as they were kept."""
     return {need: kept.made for need in STAGES[name].needs if (kept := _finished(out, need)) is not None}
@@ -847,9 +841,10 @@ def _ran(name: str, out: Path, plan: Plan, sitting: Sitting) -> bool:
             # Another process made it since.
             return True
         workdir.tidy(folder)
+        sources = _sources(out, name)
         try:
             sitting.tell(f"{name}: begins")
-            shards.write_list(folder / FROM, [_sources(out, name)])
+            shards.write_list(folder / FROM, [sources])
             STAGES[name].run(out, plan, sitting)
         except OutOfTime:
             over = False
@@ -862,7 +857,7 @@ def _ran(name: str, out: Path, plan: Plan, sitting: Sitting) -> bool:
         )
         workdir.append(out / "log.jsonl", msgspec.json.encode(line))
         if over:
-            _finish(out, name)
+            shards.write_list(folder / DONE, [_Finished(_digest(folder), sources)])
         sitting.listener(f"{name}: {'over' if over else 'goes on in the next sitting'}")
     return over
 

@@ -88,6 +88,13 @@ def test_a_process_at_work_ends_when_the_one_that_started_it_is_killed(tmp_path:
         assert process.communicate(timeout=20)[0] == ""
 
 
+def test_a_whole_shard_holds_no_file_open(tmp_path: Path):
+    shards.save(tmp_path, "a", [np.arange(1000)])
+    before = len(os.listdir("/proc/self/fd"))
+    held = shards.whole(tmp_path, "a.npy")
+    assert held.tolist() == list(range(1000)) and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_damaged_list_or_array_is_named(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("1\n[")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2, is damaged"):
