@@ -19,6 +19,7 @@ from engine.lane import Lane
 from engine.loop import Loop, settle
 from engine.loopback import SlotPool, Slots
 from engine.model.audio_batch import BatchedAudioEncoder
+from engine.model.config import OmniConfig
 from engine.model.omni import OmniModel
 from engine.model.talker import Talker
 from engine.model.thinker import Thinker
@@ -52,6 +53,18 @@ def kernel_options(settings: EngineSettings) -> KernelOptions:
     )
 
 
+def model_len(config: OmniConfig, settings: EngineSettings) -> int:
+    """How many positions a request may have."""
+    positions = config.thinker.max_positions
+    return min(settings.max_model_len or positions, positions)
+
+
+def kv_pages(config: OmniConfig, settings: EngineSettings) -> int:
+    """How many KV pages each component has."""
+    longest = pages_for(model_len(config, settings), settings.page_size)
+    return settings.kv_pages or DEFAULT_FULL_REQUESTS * longest
+
+
 class Engine:
     """Serves requests: `add` them, call `step` while `has_work`, read the events."""
 
@@ -63,10 +76,9 @@ class Engine:
         self.phases = Phases(enabled=settings.phase_timing)
         self.plans: dict[Component, PlanCache] = {}
         self.settings = settings
-        positions = model.config.thinker.max_positions
-        self.max_model_len = min(settings.max_model_len or positions, positions)
+        self.max_model_len = model_len(model.config, settings)
         self.slots = SlotPool(settings.max_batch)
-        count = settings.kv_pages or DEFAULT_FULL_REQUESTS * pages_for(self.max_model_len, settings.page_size)
+        count = kv_pages(model.config, settings)
         self.pages = {Component.THINKER: PagePool(count)}
         if model.talker is not None:
             self.pages[Component.TALKER] = PagePool(count)

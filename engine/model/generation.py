@@ -44,7 +44,10 @@ class Generation(msgspec.Struct, frozen=True):
         try:
             found = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
             # Files that list every key write null for those that they leave open.
-            return msgspec.convert({key: value for key, value in found.items() if value is not None}, cls)
+            given = {key: value for key, value in found.items() if value is not None}
+            # -1 is vLLM's way to say off, as 0 is Hugging Face's.
+            off: dict[str, object] = {key: 0 for key in ("top_k", "talker_top_k") if given.get(key) == -1}
+            return msgspec.convert(given | off, cls)
         except FileNotFoundError:
             return cls()
         except OSError as error:

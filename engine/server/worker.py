@@ -198,7 +198,7 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     import torch
 
     from engine.detokenize import TokenBytes
-    from engine.engine import Engine, kernel_options
+    from engine.engine import Engine, kernel_options, kv_pages
     from engine.model.chat import load_tokenizer
     from engine.model.omni import load_model
 
@@ -219,8 +219,8 @@ def _build(model_folder: Path, settings: EngineSettings) -> tuple[Engine, str]:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        asked = "" if settings.kv_pages is None else f" {settings.kv_pages}"
-        raise SettingError(f"there is no memory for the KV pages; ask for fewer than --kv-pages{asked}") from None
+        count = kv_pages(model.config, settings)
+        raise SettingError(f"there is no memory for {count} KV pages; ask for fewer with --kv-pages") from None
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -414,7 +414,7 @@ def _encode(folder: Path, name: str, out: Path, plan: Plan, clips: Sequence[spee
 @functools.cache
 def _encoder(out: Path, plan: Plan) -> tuple[Codec, Axes]:
     codec = _codec(out, plan).to(plan.device)
-    return codec, _axes(out / "codes" / AXES, codec.decoder.config.codebook, plan.device)
+    return codec, _axes(out / "codes" / AXES, codec.decoder, plan.device)
 
 
 def _fit_axes(out: Path, plan: Plan, path: Path) -> None:
@@ -430,11 +430,18 @@ def _fit_axes(out: Path, plan: Plan, path: Path) -> None:
     partial.replace(path)
 
 
-def _axes(path: Path, codes: int, device: str = "cpu") -> Axes:
+def _axes(path: Path, decoder: Decoder, device: str = "cpu") -> Axes:
+    """The axes kept in `path`, for codes that `decoder` reads; ValueError for a file that holds others, or none."""
+    config, width = decoder.config, decoder.code_embedding.weight.shape[1]
     try:
-        return Axes(**load_file(path, device), codes=codes)
+        axes = Axes(**load_file(path, device), codes=config.codebook)
     except (SafetensorError, TypeError) as error:
         raise shards.damaged(path, error) from None
+    found = [tuple(part.shape) for part in (axes.mean, axes.directions, axes.step)]
+    wanted = [(width,), (width, config.quantizers), ()]
+    if found != wanted:
+        raise shards.damaged(path, ValueError(f"its shapes are {found}, not {wanted}"))
+    return axes
 
 
 def make_mels(out: Path, plan: Plan, sitting: Sitting) -> None:
@@ -581,7 +588,7 @@ def _foreseen(out: Path, plan: Plan, language: Language, utterances: Sequence[Ut
 def _decoder(out: Path, plan: Plan) -> Decoder:
     """The codec's decoder with the axes' codes, all of it to be trained but these."""
     decoder = _codec(out, plan).decoder
-    axes = _axes(_trained(out, "codes", AXES) / AXES, decoder.config.codebook)
+    axes = _axes(_trained(out, "codes", AXES) / AXES, decoder)
     decoder.code_embedding.weight.copy_(axes.table())
     decoder.requires_grad_(True).code_embedding.requires_grad_(False)
     return decoder
@@ -638,13 +645,20 @@ def describe(out: Path, plan: Plan, sitting: Sitting) -> None:
     begun = workdir.begun(out)
     assert begun is not None
     rerun = out / card.RERUN
-    if rerun.exists():
-        other = workdir.begun(rerun)
-        if other is None or msgspec.structs.replace(other, seed=begun.seed) != begun:
-            raise ValueError(f"{rerun} holds no training by the plan of {out}; take it away, or bring one that does")
+    if rerun.exists() and not _by_the_plan(rerun, begun):
+        raise ValueError(f"{rerun} holds no training by the plan of {out}; take it away, or bring one that does")
     recipe = card.Recipe(librispeech=begun.librispeech, copies=begun.copies, read=begun.read)
     size = card.write(out / "export" / MODEL, out, recipe)
     sitting.listener(f"card: the model folder has {size} bytes")
+
+
+def _by_the_plan(folder: Path, record: workdir.PlanRecord) -> bool:
+    """Whether `folder` was begun with `record` but for the seed; a plan that can't be read is no such."""
+    try:
+        other = workdir.begun(folder)
+    except WalkgateError:
+        return False
+    return other is not None and msgspec.structs.replace(other, seed=record.seed) == record
 
 
 @dataclass(frozen=True, slots=True)

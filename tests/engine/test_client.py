@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+import engine.client
 from engine.client import (
     Add,
     AskCounters,
@@ -61,6 +62,27 @@ def joined(tmp_path: Path, test: Callable[[EngineClient, Peer], Coroutine[None, 
             peer.context.destroy(linger=0)
 
     asyncio.run(run())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+class Clock:
+    """The client's clock, which goes on only where a test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(engine.client, "time", clock)
+    return clock
 
 
 def asked(name: str) -> Request:
@@ -216,30 +238,31 @@ def test_more_requests_than_may_be_open_are_refused_before_the_engine_hears_of_t
     joined(tmp_path, test)
 
 
-def test_silence_is_the_time_since_work_came_or_a_step_was_finished(tmp_path: Path):
+def test_silence_is_the_time_since_work_came_or_a_step_was_finished(tmp_path: Path, clock: Clock):
     async def test(client: EngineClient, peer: Peer) -> None:
-        await asyncio.sleep(0.2)
-        assert client.silent_seconds == 0.0
+        clock.now += 20
+        assert client.silent_seconds == 0
         stream = client.generate(asked("a"))
         first = asyncio.ensure_future(anext(stream))
         await peer.hear()
-        assert client.silent_seconds < 0.15  # the idle time before does not count
-        await asyncio.sleep(0.3)
-        assert 0.3 <= client.silent_seconds < 1
+        assert client.silent_seconds == 0  # the idle time before does not count
+        clock.now += 3
+        assert client.silent_seconds == 3
         for news in (Beat(), Events([Event(request_id="a", token_ids=[1])])):
-            heard_at = client.progress_at
             await peer.say(news)
-            while client.progress_at == heard_at:
-                await asyncio.sleep(0.01)
-            assert client.silent_seconds < 0.15
-            await asyncio.sleep(0.2)
-            assert client.silent_seconds >= 0.2
-        await peer.say(Counters(7, {}))
-        await asyncio.sleep(0.1)
-        assert client.silent_seconds >= 0.3  # an answer is no step
+            await until(lambda: client.progress_at == clock.now)
+            assert client.silent_seconds == 0
+            clock.now += 2
+            assert client.silent_seconds == 2
+        counters = asyncio.ensure_future(client.counters(5))
+        question = await peer.hear()
+        assert isinstance(question, AskCounters)
+        await peer.say(Counters(question.number, {}))
+        assert await counters == {}
+        assert client.silent_seconds == 2  # an answer is no step
         await first
         await stream.aclose()
-        assert client.silent_seconds == 0.0
+        assert client.silent_seconds == 0
 
     joined(tmp_path, test)
 
@@ -265,24 +288,25 @@ def test_news_that_come_while_orders_are_sent_are_all_read(tmp_path: Path):
     joined(tmp_path, test)
 
 
-def test_times_are_those_of_the_engine_however_late_its_events_are_read(tmp_path: Path):
+def test_times_are_those_of_the_engine_however_late_its_events_are_read(tmp_path: Path, clock: Clock):
     async def test(client: EngineClient, peer: Peer) -> None:
         stream = client.generate(asked("a"))
         first = asyncio.ensure_future(anext(stream))
         await peer.hear()
-        await asyncio.sleep(0.1)
         usage = Usage(
             prompt_tokens=3, completion_tokens=2, audio_tokens_in=0, audio_seconds_in=0, audio_frames=0, audio_samples=0
         )
+        clock.now += 1
         await peer.say(Events([Event(request_id="a", token_ids=[1])]))
-        await peer.say(Events([Event(request_id="a", token_ids=[2], done=True, usage=usage)]))
         await first
-        await asyncio.sleep(0.4)
+        clock.now += 2
+        await peer.say(Events([Event(request_id="a", token_ids=[2], done=True, usage=usage)]))
+        await until(lambda: client.open_requests == 0)
+        clock.now += 30
         assert (await anext(stream)).done
-        for name in ("ttft_seconds", "e2e_seconds"):
+        for name, seconds in (("ttft_seconds", 1), ("e2e_seconds", 3)):
             histogram = client.histograms.by_name()[name]
-            assert histogram.cumulative()[-1] == 1
-            assert 0.1 <= histogram.sum < 0.4
+            assert (histogram.cumulative()[-1], histogram.sum) == (1, seconds)
 
     joined(tmp_path, test)
 

@@ -14,7 +14,7 @@ import torch
 
 from engine.config import SWITCHES, EngineSettings
 from engine.detokenize import TokenBytes
-from engine.engine import Engine
+from engine.engine import Engine, kv_pages
 from engine.errors import RequestError
 from engine.model.chat import load_tokenizer
 from engine.model.omni import OmniModel, load_model
@@ -388,6 +388,18 @@ def test_16_speech_requests_give_the_same_codes_and_bytes_alone_and_four_at_a_ti
         for other in (in_company, on_boot_b):
             assert other[request.id].codes == alone[request.id].codes
             assert other[request.id].pcm == alone[request.id].pcm
+
+
+@pytest.mark.parametrize(
+    ("asked", "pages"),
+    [({}, 8 * 256), ({"max_model_len": 100}, 8 * 7), ({"max_model_len": 1 << 20}, 8 * 256), ({"kv_pages": 9}, 9)],
+)
+def test_unasked_there_are_pages_for_eight_of_the_longest_requests(
+    model: OmniModel, asked: dict[str, int], pages: int
+) -> None:
+    settings = EngineSettings(**asked)
+    assert kv_pages(model.config, settings) == pages
+    assert {pool.total for pool in Engine(model, settings).pages.values()} == {pages}
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_number(model: OmniModel) -> None:

@@ -33,6 +33,11 @@ def test_speech_is_drawn_as_released_checkpoints_draw_it_where_the_file_says_not
     assert Generation.load(tmp_path).speech(3) == Generation.load(written(tmp_path, {"top_k": 7})).speech(3) == drawn
 
 
+def test_a_top_k_of_minus_one_is_off(tmp_path: Path):
+    found = Generation.load(written(tmp_path, {"top_k": -1, "talker_top_k": -1}))
+    assert (found.top_k, found.speech(0).top_k) == (0, 0)
+
+
 def test_speech_is_drawn_as_the_file_says(tmp_path: Path):
     content = {"talker_temperature": 0.4, "talker_top_k": 9, "talker_top_p": 0.5, "talker_repetition_penalty": 1.2}
     drawn = Sampling(temperature=0.4, top_k=9, top_p=0.5, repetition_penalty=1.2, seed=3)
@@ -47,6 +52,7 @@ def test_speech_is_drawn_as_the_file_says(tmp_path: Path):
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_k": 2.5}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"repetition_penalty": 0.001}, "repetition_penalty"),

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.config import SettingError
 from engine.errors import WalkgateError
@@ -236,6 +236,9 @@ def test_a_card_tells_of_a_rerun_by_the_same_plan_only(trained: Trained, tmp_pat
         else:
             with pytest.raises(WalkgateError, match=words):
                 run(out, PLAN, ["card"], tell=lambda line: None)
+    (out / card.RERUN / "plan.json").write_bytes(b"{")
+    with pytest.raises(WalkgateError, match="rerun holds no training by the plan of"):
+        run(out, PLAN, ["card"], tell=lambda line: None)
 
 
 def test_the_card_lies_in_the_model_folder_and_tells_of_this_training(trained: Trained):
@@ -404,6 +407,16 @@ def test_nothing_untrained_is_exported(trained: Trained, tmp_path: Path, name: s
     with pytest.raises(WalkgateError, match=lacks):
         run(out, PLAN, ["export"], tell=lambda line: None)
     assert not done(out, "export") and not (out / "export" / MODEL).exists()
+
+
+def test_axes_of_another_codec_are_told_with_both_shapes(trained: Trained, tmp_path: Path):
+    out = parts(trained, tmp_path, "texts", *TRAINED_PARTS)
+    path = out / "codes" / stages.AXES
+    held = load_file(path)
+    save_file(held | {"directions": held["directions"][:, 1:].contiguous()}, path)
+    words = rf"^export: {path} is damaged \(its shapes are .*, not .*delete {path.parent}"
+    with pytest.raises(WalkgateError, match=words):
+        run(out, PLAN, ["export"], tell=lambda line: None)
 
 
 def test_the_export_needs_no_moments_of_the_codec_and_is_the_same_bytes(trained: Trained, tmp_path: Path):
