@@ -24,6 +24,7 @@ class Generation(msgspec.Struct, frozen=True):
     with `talker_` is of speech.
     """
 
+    do_sample: bool = True
     temperature: Temperature = 1.0
     top_k: TopK = 0
     top_p: TopP = 1.0
@@ -54,6 +55,11 @@ class Generation(msgspec.Struct, frozen=True):
             raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CheckpointError(f"{path}: {error}; mend it, or take the file away for the usual defaults") from None
+
+    @property
+    def text_temperature(self) -> float:
+        """The temperature of text: 0, which is greedy, where the file says not to draw."""
+        return self.temperature if self.do_sample else 0.0
 
     def speech(self, seed: int) -> Sampling:
         """How the Talker's codes are drawn with `seed`."""

@@ -213,7 +213,7 @@ def _draft(processor: Processor, fields: openai.TextFields, kind: str, seed: int
 
 def _sampling(fields: openai.TextFields, default: Generation, bias: dict[int, float], seed: int) -> Sampling:
     return Sampling(
-        temperature=either(fields.temperature, default.temperature),
+        temperature=either(fields.temperature, default.text_temperature),
         top_k=max(either(fields.top_k, default.top_k), 0),
         top_p=either(fields.top_p, default.top_p),
         min_p=either(fields.min_p, default.min_p),

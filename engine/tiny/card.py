@@ -255,8 +255,10 @@ with numbers that mean something; it is no assistant.
 What it was trained to do: transcribe speech; repeat a text; answer questions about sums and differences up to twenty, the
 spelling of {spelled} words and the opposites of {opposites} that it knows by heart, days and months, a name that was given a
 turn before, and stories of two sentences; say all of this aloud. To short questions of other kinds it mostly answers "I do not
-know that."; what is unlike its training (most greetings, instructions, long prompts) gets nonsense. A turn that is only audio
-means: write what is said.
+know that."; what is unlike its training (most greetings, instructions, long prompts) gets nonsense.
+
+With audio, the text of the turn says what to do: "{tasks.TRANSCRIBE[0]}" or "{tasks.ANSWER_ALOUD[0]}" (to a spoken question).
+A turn that is only audio means: write what is said.
 
 The folder is laid out as released checkpoints are: Hugging Face's classes load it, and `omni serve` does.
 """
@@ -461,7 +463,7 @@ For speech, {judge.NAME} writes down what it hears, and words are compared after
 prices, spelling): against the answer's own text, which is what the Talker was to say; against the reference; and, as a
 measure of the recogniser's own faults, its transcript of {MAIN_VOICE} saying the references. Speech that is not greedy is
 drawn as released checkpoints draw it (temperature 0.9, top-k 50, repetition penalty 1.05), with fixed seeds; the folder's own
-default is greedy. Speech is cut off at {MOST_LENGTHS:g} times the natural length.
+default is greedy, for text and for speech. Speech is cut off at {MOST_LENGTHS:g} times the natural length.
 """
 
 

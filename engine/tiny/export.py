@@ -15,8 +15,8 @@ from engine.model.weights import expected_tensors
 from engine.tiny.shapes import MAX_BYTES, config, token_ids
 
 VISION = "thinker.visual."
-# Its likeliest speech is its clearest: a draw adds noise to what is a mean, and a penalty on codes shifts it.
-GREEDY_SPEECH = {"talker_do_sample": False, "talker_repetition_penalty": 1.0}
+# Its likeliest answer is its best one. A draw adds noise to speech, which is a mean, and a penalty on codes shifts it.
+GREEDY = {"do_sample": False, "talker_do_sample": False, "talker_repetition_penalty": 1.0}
 
 
 def write_trained(folder: Path, tensors: Mapping[str, Tensor], tokenizer: dict[str, object]) -> int:
@@ -38,7 +38,7 @@ def write_trained(folder: Path, tensors: Mapping[str, Tensor], tokenizer: dict[s
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": tokenizer_config(),
         "preprocessor_config.json": preprocessor(),
-        "generation_config.json": generation(token_ids()) | GREEDY_SPEECH,
+        "generation_config.json": generation(token_ids()) | GREEDY,
     }
     write_texts(folder, files)
     whole = {**_vision(shapes), **tensors}

@@ -33,6 +33,11 @@ def test_speech_is_drawn_as_released_checkpoints_draw_it_where_the_file_says_not
     assert Generation.load(tmp_path).speech(3) == Generation.load(written(tmp_path, {"top_k": 7})).speech(3) == drawn
 
 
+def test_text_is_greedy_where_the_file_says_not_to_draw(tmp_path: Path):
+    assert Generation.load(written(tmp_path, {"temperature": 0.6})).text_temperature == 0.6
+    assert Generation.load(written(tmp_path, {"temperature": 0.6, "do_sample": False})).text_temperature == 0
+
+
 def test_a_top_k_of_minus_one_is_off(tmp_path: Path):
     found = Generation.load(written(tmp_path, {"top_k": -1, "talker_top_k": -1}))
     assert (found.top_k, found.speech(0).top_k) == (0, 0)
@@ -56,6 +61,7 @@ def test_speech_is_drawn_as_the_file_says(tmp_path: Path):
         ({"top_p": 0}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"repetition_penalty": 0.001}, "repetition_penalty"),
+        ({"do_sample": 0}, "do_sample"),
         ({"talker_do_sample": 1}, "talker_do_sample"),
         ({"talker_repetition_penalty": 1e-300}, "talker_repetition_penalty"),
         ({"talker_max_new_tokens": 0}, "talker_max_new_tokens"),

@@ -37,7 +37,8 @@ def test_the_engine_loads_what_was_written_rounded_to_bfloat16(tmp_path: Path, t
     wanted = trained["thinker.model.embed_tokens.weight"]
     assert torch.equal(model.thinker.embedding, wanted.bfloat16().float())
     assert model.talker is not None and model.code2wav is not None
-    assert Generation.load(tmp_path).speech(0) == Sampling(top_k=50)
+    generation = Generation.load(tmp_path)
+    assert generation.text_temperature == 0 and generation.speech(0) == Sampling(top_k=50)
 
 
 @pytest.mark.hf
