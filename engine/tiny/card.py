@@ -7,7 +7,7 @@ without one, the card leaves open.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, 
 CARD, CURVES, SPECTROGRAMS = "README.md", "curves.png", "spectrograms.png"
 # The folder of another training by the same plan, in that of this one.
 RERUN = "rerun"
+# What was done by hand, or otherwise than this program does it today: Markdown, for whoever reads the card.
+NOTES = "notes.md"
 MOST_PICTURE_BYTES = 150_000
 # Clips that are shown: the first of this part of the score.
 SHOWN_PART, SHOWN = "t2s_sentences", 5
@@ -68,6 +70,7 @@ _PARTS = {
     "t2s_sampled": "say held-out sentences, sampled",
     "a2s_questions": "hear a question, say the answer",
 }
+_UNTIMED = "It was not kept how long it took."
 _COLUMNS = {
     "count": "requests",
     "wer": "WER of the text",
@@ -103,11 +106,14 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the plan says of the data: whether LibriSpeech's texts were among it, copies of a clip, examples that are read."""
+    """What the plan says: whether LibriSpeech's texts were among the data, copies of a clip, examples that are read, and
+    for how many minutes each part is trained.
+    """
 
     librispeech: bool
     copies: int
     read: int
+    minutes: Mapping[str, float]
 
 
 def hours(corpus: Path) -> dict[str, float]:
@@ -324,9 +330,16 @@ Synthetic voices speak them.
 - Speaking: {spoken:,} answers, {_spoken_hours(out, log, "spoken")}, each sound of whole frames of 80 ms.
 - Reading: {recipe.read:,} conversations without audio.
 
-Held out of all of it: the sentences of the score; templates and words of the grammar that are kept for it; questions (one in
-eight of all wordings, by a checksum); the voice {HELD_OUT_VOICE}; LibriSpeech's {_subset(UNHEARD_REFERENCES)} and test-other.
-"""
+Held out of it: the sentences of the score; templates of the grammar that are kept for it, and words that no other template
+gets (reference texts may have them); questions, one in eight of all wordings by a checksum, as an earlier turn too; the voice
+{HELD_OUT_VOICE}; LibriSpeech's {_subset(UNHEARD_REFERENCES)} and test-other, whose texts and recordings are in no part of it.
+{_notes(out)}"""
+
+
+def _notes(out: Path) -> str:
+    """What somebody noted of the training in `out`, as it stands."""
+    path = out / NOTES
+    return f"\n{path.read_text(encoding='utf-8').strip()}\n" if path.exists() else ""
 
 
 def _subset(references: str) -> str:
@@ -355,7 +368,7 @@ def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
     took = (
         f"{_minutes(log)} minutes in all stages, with all starts; less by the clock where stages ran side by side."
         if log
-        else "It was not kept how long it took."
+        else _UNTIMED
     )
     return f"""## Training
 
@@ -363,10 +376,15 @@ def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
 
 {took} The command is
 `{command}`; its seeds are fixed, and other voices on
-the machine than those above make other data.
+the machine than those above make other data. Its plan trains {_planned(recipe.minutes)} minutes.
 
 ![losses over steps]({CURVES})
 """
+
+
+def _planned(minutes: Mapping[str, float]) -> str:
+    parts = [f"{_STAGES[stage]} for {count:g}" for stage, count in minutes.items()]
+    return ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 
 def _stage_table(out: Path, log: Sequence[LogLine]) -> str:
@@ -395,7 +413,13 @@ def _steps(out: Path, stage: str) -> str:
 def _logged(out: Path) -> list[LogLine]:
     """The stages that ran in `out`; none where their log was left behind."""
     path = out / "log.jsonl"
-    return shards.read_list(path, LogLine) if path.exists() else []
+    try:
+        return shards.read_list(path, LogLine) if path.exists() else []
+    except ValueError as error:
+        reason = str(error).rpartition(";")[0]
+        raise ValueError(
+            f"{reason}; mend it, or delete it: the card then leaves open when and where stages ran"
+        ) from None
 
 
 def _found(out: Path) -> _Scores:
@@ -421,12 +445,11 @@ def _score_table(found: _Scores) -> str:
 
 def _rerun(out: Path) -> str:
     log = _logged(out)
+    took = f"This one took {_minutes(log)} minutes in all stages:\n\n{_stage_table(out, log)}" if log else _UNTIMED
     return f"""## A rerun
 
-Another training by the same plan, from nothing. A training is planned in minutes, and how many steps those hold depends on
-the machine and on what runs beside, so no two make the same weights. This one took {_minutes(log)} minutes in all stages:
-
-{_stage_table(out, log)}
+Another training on the same data, from nothing. A training is planned in minutes, and how many steps those hold depends on
+the machine and on what runs beside, so no two make the same weights. {took}
 
 Its model scored:
 
@@ -441,9 +464,7 @@ def _kinds(score: Path) -> list[str]:
         if row.part == QUESTIONS_PART and row.kind is not None:
             asked.setdefault(row.kind, []).append(row.text == row.reference)
     rows = [(kind, str(len(right)), str(sum(right))) for kind, right in sorted(asked.items())]
-    head = (
-        "Those questions by kind. Of stories and names people and things were held out, of all others the wording:\n\n"
-    )
+    head = "Those questions by kind. Their wording was held out; people and things of stories and names may be new too:\n\n"
     return [head + _table(("kind", "questions", "answered exactly"), rows) + "\n"] if rows else []
 
 

@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from engine.stop import STOP
 from engine.tiny import judge, shards, tasks, voices, workdir
 from engine.tiny.judge import error_rate, normalised
 from engine.tiny.tasks import Example
-from engine.tiny.text import references, sentence_case, sentences, unheard_texts, unseen_sentences, words
+from engine.tiny.text import references, sentence_case, sentences, unheard_texts, unseen_sentences
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
 
 # The name that a request gets which names no voice.
@@ -50,6 +51,7 @@ FRAMES_PER_SECOND = 12.5
 MOST_TOKENS = 128
 # Progress is told after so many answers, and recordings that were recognised.
 TOLD_EVERY = 50
+_WRITTEN = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
 # Speech is cut off here, in lengths of the main voice's own rendering; over `TOO_LONG` it counts as a fault.
 MOST_LENGTHS, TOO_LONG = 3.0, 2.0
 HEARD_WER = "heard_wer"
@@ -345,7 +347,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     Where they were spoken also how many ended and how many are over twice as long as is natural, and where they were
     recognised the rates of what was heard.
     """
-    pairs = [(" ".join(words(row.reference)), " ".join(words(row.text))) for row in rows]
+    pairs = [(_plain(row.reference), _plain(row.text)) for row in rows]
     found: dict[str, float] = {
         "count": len(rows),
         "wer": 100 * float(jiwer.wer([reference for reference, _ in pairs], [text for _, text in pairs])),
@@ -361,6 +363,11 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
+def _plain(text: str) -> str:
+    """A text in lower case without marks; digits and letters of any script are words as they stand."""
+    return " ".join(_WRITTEN.findall(text.lower()))
+
+
 def _heard_rates(rows: Sequence[Row]) -> dict[str, float]:
     said = [(row.text, row.heard or "") for row in rows]
     wanted = [(row.reference, row.heard or "") for row in rows]
@@ -369,8 +376,9 @@ def _heard_rates(rows: Sequence[Row]) -> dict[str, float]:
     compared = {name: [(normalised(one), normalised(heard)) for one, heard in pairs] for name, pairs in columns.items()}
     return {
         **{name: error_rate(pairs) for name, pairs in compared.items()},
-        "heard_whole": _share([one == heard for one, heard in compared[HEARD_WER]]),
-        "natural_whole": _share([one == heard for one, heard in compared["natural_wer"]]),
+        # Who says nothing is not heard without a fault.
+        "heard_whole": _share([one == heard != "" for one, heard in compared[HEARD_WER]]),
+        "natural_whole": _share([one == heard != "" for one, heard in compared["natural_wer"]]),
     }
 
 

@@ -69,12 +69,12 @@ from engine.tiny.codec import Axes, Codec, Decoder
 from engine.tiny.export import write_trained
 from engine.tiny.letters import letters, sounds, spelled
 from engine.tiny.optim import Module
-from engine.tiny.score import TRAINED_REFERENCES, VOICE, Sizes
+from engine.tiny.score import TRAINED_REFERENCES, UNHEARD_REFERENCES, VOICE, Sizes
 from engine.tiny.shapes import config
 from engine.tiny.talker import Talker, Utterance, foreseen
 from engine.tiny.talker import train as train_talker
 from engine.tiny.tasks import Example, Line
-from engine.tiny.text import corpus, references, sentences, words
+from engine.tiny.text import apart, corpus, references, sentences, words
 from engine.tiny.thinker import Thinker
 from engine.tiny.thinker import train as train_thinker
 from engine.tiny.voices import MAIN_VOICE
@@ -266,9 +266,11 @@ def _lines_to_hear(plan: Plan, known: Sequence[str]) -> list[Line]:
 
 
 def _references(plan: Plan) -> list[str]:
-    if plan.librispeech is not None:
-        return references(plan.librispeech / TRAINED_REFERENCES)
-    return _stand_ins(plan.seed)
+    if plan.librispeech is None:
+        return _stand_ins(plan.seed)
+    # The two have texts in common, and those of the second are kept for the score.
+    trained, kept = (references(plan.librispeech / name) for name in (TRAINED_REFERENCES, UNHEARD_REFERENCES))
+    return apart(trained, kept)
 
 
 def _stand_ins(seed: int) -> list[str]:
@@ -647,7 +649,13 @@ def describe(out: Path, plan: Plan, sitting: Sitting) -> None:
     rerun = out / card.RERUN
     if rerun.exists() and not _by_the_plan(rerun, begun):
         raise ValueError(f"{rerun} holds no training by the plan of {out}; take it away, or bring one that does")
-    recipe = card.Recipe(librispeech=begun.librispeech, copies=begun.copies, read=begun.read)
+    minutes = {
+        "codec": plan.codec_minutes,
+        "thinker": plan.thinker_minutes,
+        "talker": plan.talker_minutes,
+        "decoder": plan.decoder_minutes,
+    }
+    recipe = card.Recipe(librispeech=begun.librispeech, copies=begun.copies, read=begun.read, minutes=minutes)
     size = card.write(out / "export" / MODEL, out, recipe)
     sitting.listener(f"card: the model folder has {size} bytes")
 
@@ -838,7 +846,7 @@ def _keep_to_plan(out: Path, plan: Plan) -> None:
 def _with_librispeech(out: Path, plan: Plan) -> bool:
     """Whether the texts that were made come from LibriSpeech's references; SettingError where the plan can't tell."""
     known = shards.read_list(out / "texts" / "references.jsonl", str)
-    librispeech = plan.librispeech is not None and known == references(plan.librispeech / TRAINED_REFERENCES)
+    librispeech = plan.librispeech is not None and known == _references(plan)
     if (librispeech or known == _stand_ins(plan.seed)) and _to_hear(out) == _lines_to_hear(plan, known):
         return librispeech
     raise SettingError(

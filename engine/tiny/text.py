@@ -685,12 +685,17 @@ def unheard_texts(texts: Sequence[str], trained: Sequence[str], seed: int, count
 
     dev-clean and test-clean have twenty texts in common, word for word. What is chosen keeps its own form.
     """
-    heard = {run for text in trained for run in _runs(text)}
-    fitting = [text for text in texts if 5 <= len(text.split()) <= MOST_WORDS and heard.isdisjoint(_runs(text))]
+    fitting = [text for text in apart(texts, trained) if 5 <= len(text.split()) <= MOST_WORDS]
     return Random(f"unheard texts {seed}").sample(fitting, count)
 
 
+def apart(texts: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Those of `texts` that have no five words in a row that one of `others` has, and are none of them whole."""
+    known = {run for text in others for run in _runs(text)}
+    return [text for text in texts if known.isdisjoint(_runs(text))]
+
+
 def _runs(text: str) -> set[tuple[str, ...]]:
-    """Every five words in a row."""
+    """Every five words in a row; of fewer all."""
     parts = text.split()
-    return {tuple(parts[begin : begin + 5]) for begin in range(len(parts) - 4)}
+    return {tuple(parts[begin : begin + 5]) for begin in range(max(len(parts) - 4, 1))}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,8 @@ from engine.tiny.speech import Clip
 from engine.tiny.voices import MAIN_VOICE, SAMPLE_RATE, Line
 from tests.tiny.test_speech import needs
 
-RECIPE = Recipe(librispeech=True, copies=2, read=1234)
+MINUTES = {"codec": 5.0, "thinker": 17.5, "decoder": 1.0}
+RECIPE = Recipe(librispeech=True, copies=2, read=1234, minutes=MINUTES)
 SAID = ["One red cat sleeps.", "Two birds sing in the garden."]
 SCORES = {
     "t2t_questions": {"count": 200, "wer": 1.5, "exact": 96.5, "ended": 100.0},
@@ -105,6 +107,10 @@ def test_the_card_tells_what_the_files_say_and_leaves_open_what_they_do_not(out:
     assert "17.5 minutes in all stages" in text
     assert "| answer held-out questions | 200 | 1.5 | 96.5 | 100 | – |" in text
     assert "| say held-out sentences, greedy | 2 | 2 | 90 | 100 | 12.25 |" in text
+    assert (
+        "Its plan trains codec for 5, Thinker and audio encoder for 17.5 and decoder of foreseen codes for 1 minutes."
+        in text
+    )
     assert "can't be made out" not in text
     assert "Not measured: `a2t_unseen_voice`, since there is no flite." in text
     assert "through the engine, float32 on a CPU," in text
@@ -126,6 +132,28 @@ def test_the_card_says_what_a_rerun_gave(out: Path):
     assert "This one took 10.0 minutes in all stages:" in told
     assert "| Thinker and audio encoder | 10.0 | 1 | 50 | Another GPU |" in told
     assert "| answer held-out questions | 200 | 94.5 |" in told
+
+
+def test_a_rerun_without_its_log_leaves_its_time_open(out: Path):
+    (out / card.RERUN / "score").mkdir(parents=True)
+    shutil.copy(out / "score" / "scores.json", out / card.RERUN / "score")
+    told = card.text(out / "model", out, RECIPE, SAID)
+    assert "no two make the same weights. It was not kept how long it took.\n\nIts model scored:" in told
+
+
+def test_a_log_that_is_damaged_may_be_deleted_alone(out: Path):
+    (out / "log.jsonl").write_text("x\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"log\.jsonl, line 1, is damaged \(.*\); mend it, or delete it: the card then"
+    ):
+        card.text(out / "model", out, RECIPE, SAID)
+
+
+def test_what_somebody_noted_stands_beside_the_data(out: Path):
+    plain = card.text(out / "model", out, RECIPE, SAID)
+    (out / card.NOTES).write_text("\nThe codec had other minutes.\n\n", encoding="utf-8")
+    noted = card.text(out / "model", out, RECIPE, SAID)
+    assert noted == plain.replace("\n## Training\n", "\nThe codec had other minutes.\n\n## Training\n")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +180,7 @@ def test_how_long_a_training_took_is_left_open_without_its_log(out: Path):
 
 def test_without_texts_of_others_and_a_length_that_nobody_kept_it_says_so(out: Path):
     (out / "log.jsonl").write_bytes(msgspec.json.encode(LogLine("heard", 60.0, True)) + b"\n")
-    text = card.text(out / "model", out, Recipe(librispeech=False, copies=1, read=0), SAID)
+    text = card.text(out / "model", out, Recipe(librispeech=False, copies=1, read=0, minutes=MINUTES), SAID)
     assert "with no texts of others." in text
     assert "- Listening: 3 lines, of a length that was not kept;" in text
 

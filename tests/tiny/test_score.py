@@ -37,6 +37,16 @@ def test_words_are_compared_without_case_and_marks_and_errors_are_of_all_words()
     }
 
 
+def test_digits_and_letters_of_other_scripts_are_words_too():
+    assert summary([row("You have coins.", "You have 99 日本 coins.")])["wer"] == 66.67
+    assert summary([row("Peter's hat, please!", "peter's hat please")])["wer"] == 0
+
+
+def test_who_says_nothing_is_not_heard_without_a_fault():
+    said = [row("Ten.", text, heard="", natural_heard="ten") for text in ("", "(ten)")]
+    assert [summary([one])["heard_whole"] for one in said] == [0, 0]
+
+
 def test_speech_over_twice_its_natural_length_is_counted():
     said = [
         row("Ten.", "Ten.", speech_ended=ended, seconds=seconds, natural_seconds=1.0)
