@@ -18,6 +18,11 @@ from engine.errors import CheckpointError
 DTYPES = ("float32", "bfloat16", "float16")
 # Half a chunk's mel frames: a prompt has 13 placeholders for each 100 frames, and only this width gives as many rows.
 AUDIO_WINDOW = 50
+# Every layer, expert and code group has tensors of its own, all of which are listed before the first is read.
+MOST_LAYERS, MOST_EXPERTS, MOST_GROUPS = 512, 1024, 256
+# Frames that every stream keeps in each layer of the vocoder; positions that KV pages and tables are made for.
+MOST_FRAMES, MOST_POSITIONS = 4096, 2**24
+MOST = 2**31 - 1
 T = TypeVar("T")
 
 
@@ -267,21 +272,25 @@ class _Section:
             raise CheckpointError(f"config.json: {self.dotted(key)} must be {kind}, is {value!r}")
         return convert(value)
 
-    def whole(self, key: str) -> int:
+    def _integer(self, key: str) -> int:
         return self._get(key, _is_whole, lambda value: int(str(value)), "a whole number")
 
-    def at_least(self, key: str, least: int) -> int:
-        value = self.whole(key)
-        if value < least:
-            raise CheckpointError(f"config.json: {self.dotted(key)} must be at least {least}, is {value}")
+    def whole(self, key: str) -> int:
+        return self.between(key, -MOST, MOST)
+
+    def at_least(self, key: str, least: int, most: int = MOST) -> int:
+        value = self._integer(key)
+        for wrong, bound in ((value < least, f"at least {least}"), (value > most, f"at most {most}")):
+            if wrong:
+                raise CheckpointError(f"config.json: {self.dotted(key)} must be {bound}, is {value}")
         return value
 
-    def positive(self, key: str) -> int:
+    def positive(self, key: str, most: int = MOST) -> int:
         """A size or a count, of which there can't be none."""
-        return self.at_least(key, 1)
+        return self.at_least(key, 1, most)
 
     def between(self, key: str, least: int, most: int) -> int:
-        value = self.whole(key)
+        value = self._integer(key)
         if not least <= value <= most:
             raise CheckpointError(f"config.json: {self.dotted(key)} must be from {least} to {most}, is {value}")
         return value
@@ -325,10 +334,11 @@ class _Section:
         return self._get(key, _is_wholes, _as_wholes, "a list of whole numbers")
 
     def positives(self, key: str) -> tuple[int, ...]:
-        values = self.wholes(key)
+        values, place = self.wholes(key), self.dotted(key)
         if not values or min(values) < 1:
-            place = self.dotted(key)
             raise CheckpointError(f"config.json: {place} must be whole numbers of at least 1, is {list(values)}")
+        if max(values) > MOST:
+            raise CheckpointError(f"config.json: {place} must be whole numbers of at most {MOST}, is {list(values)}")
         return values
 
     def tokens(self, key: str, vocab: int) -> dict[str, int]:
@@ -407,7 +417,7 @@ def _mrope(section: _Section) -> tuple[float, tuple[int, int, int]]:
 
 def _experts(section: _Section) -> int:
     """Experts under either name; both may stand there if they agree."""
-    found = {key: section.positive(key) for key in ("num_experts", "num_local_experts") if key in section}
+    found = {key: section.positive(key, MOST_EXPERTS) for key in ("num_experts", "num_local_experts") if key in section}
     if len(set(found.values())) > 1:
         raise CheckpointError(f"config.json: {section.place} says both {found}; make them equal")
     return next(iter(found.values())) if found else section.positive("num_experts")
@@ -437,7 +447,7 @@ def _stack(section: _Section) -> StackConfig:
     return StackConfig(
         vocab=section.positive("vocab_size"),
         hidden=section.positive("hidden_size"),
-        layers=section.positive("num_hidden_layers"),
+        layers=section.positive("num_hidden_layers", MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=section.positive("head_dim"),
@@ -449,7 +459,7 @@ def _stack(section: _Section) -> StackConfig:
         eps=section.epsilon("rms_norm_eps"),
         rope_theta=theta,
         mrope_section=sections,
-        max_positions=section.positive("max_position_embeddings"),
+        max_positions=section.positive("max_position_embeddings", MOST_POSITIONS),
     )
 
 
@@ -461,7 +471,7 @@ def _audio(section: _Section) -> AudioConfig:
     return AudioConfig(
         mel_bins=section.positive("num_mel_bins"),
         hidden=hidden,
-        layers=section.positive("encoder_layers"),
+        layers=section.positive("encoder_layers", MOST_LAYERS),
         heads=section.divisor("encoder_attention_heads", hidden, "d_model"),
         inter=section.positive("encoder_ffn_dim"),
         channels=section.positive("downsample_hidden_size"),
@@ -475,7 +485,7 @@ def _audio(section: _Section) -> AudioConfig:
 
 def _vision(section: _Section) -> VisionConfig:
     return VisionConfig(
-        depth=section.whole("depth"),
+        depth=section.at_least("depth", 0, MOST_LAYERS),
         hidden=section.whole("hidden_size"),
         inter=section.whole("intermediate_size"),
         heads=section.whole("num_heads"),
@@ -497,12 +507,12 @@ def _predictor(section: _Section) -> PredictorConfig:
     return PredictorConfig(
         vocab=section.positive("vocab_size"),
         hidden=section.positive("hidden_size"),
-        layers=section.positive("num_hidden_layers"),
+        layers=section.positive("num_hidden_layers", MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=section.positive("head_dim"),
         inter=section.positive("intermediate_size"),
-        groups=section.at_least("num_code_groups", 2),  # the first is the Talker's own
+        groups=section.at_least("num_code_groups", 2, MOST_GROUPS),  # the first is the Talker's own
         eps=section.epsilon("rms_norm_eps"),
         rope_theta=theta,
     )
@@ -577,12 +587,12 @@ def _code2wav(section: _Section) -> Code2WavConfig:
         quantizers=section.positive("num_quantizers"),
         hidden=hidden,
         inter=section.positive("intermediate_size"),
-        layers=section.positive("num_hidden_layers"),
+        layers=section.positive("num_hidden_layers", MOST_LAYERS),
         heads=heads,
         kv_heads=section.positive("num_key_value_heads"),
         # The released file names no head_dim here: the heads share the width out among themselves.
         head_dim=section.positive("head_dim") if "head_dim" in section else _head_dim(section, hidden),
-        window=section.positive("sliding_window"),
+        window=section.positive("sliding_window", MOST_FRAMES),
         decoder_dim=section.positive("decoder_dim"),
         rates=section.positives("upsample_rates"),
         ratios=section.positives("upsampling_ratios"),
