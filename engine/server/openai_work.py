@@ -228,7 +228,7 @@ def _sampling(fields: openai.TextFields, default: Generation, bias: dict[int, fl
 def _speech(fields: openai.TalkerFields | None, voice: str | None, default: Generation, seed: int) -> Speech:
     fields = fields or openai.TalkerFields()
     return Speech(
-        voice=voice or openai.DEFAULT_VOICE,
+        voice=either(voice, openai.DEFAULT_VOICE),
         max_frames=either(fields.max_frames, default.talker_max_new_tokens),
         sampling=talker_sampling(fields, default.speech(either(fields.seed, seed))),
         ignore_eos=fields.ignore_eos,
