@@ -201,7 +201,9 @@ class Processor:
         special = self.config.ids
         if any(token in (special.image, special.video) for token in ids):
             raise RequestError(
-                f"{name} holds an image or video placeholder; image and video input is not served yet", field=name
+                f"{name} holds an image or video placeholder; image and video input is not served yet",
+                field=name,
+                code="not_served",
             )
         runs = [(token, len(list(same))) for token, same in groupby(ids)]
         found = sum(token == special.audio for token, _ in runs)

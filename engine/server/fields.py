@@ -18,6 +18,8 @@ from pydantic_core import ErrorDetails
 from engine.errors import RequestError
 
 _LATER = frozenset({"image", "images", "video", "videos", "image_url", "video_url"})
+NOT_SERVED, UNKNOWN_FIELD = "not_served", "unknown_field"
+MEDIA_LATER = "image and video input is not served yet; this server takes text and audio"
 _MOST_ERRORS = 5
 _LONGEST_VALUE = 60
 _LONGEST_SHOWN = 80
@@ -98,7 +100,7 @@ def checked_value(kind: type[F], value: dict[str, object]) -> F:
     given = {name: _without_null(one) for name, one in value.items() if one is not None}
     for name, (what, neutral) in kind.unserved.items():
         if name in given and not _is_one_of(given.pop(name), neutral):
-            raise RequestError(f"{name}: {what} not served", field=name, code="not_served")
+            raise RequestError(f"{name}: {what} not served", field=name, code=NOT_SERVED)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -137,12 +139,26 @@ def is_base64(head: str) -> bool:
 
 def refusal(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> RequestError:
     """What pydantic found wrong with a body of `kind`, as one error; its field is the first one at fault."""
-    sentences = [_sentence(error, kind) for error in errors[:_MOST_ERRORS]]
-    if len(errors) > _MOST_ERRORS:
-        sentences.append(f"and {len(errors) - _MOST_ERRORS} more")
-    first = errors[0]
-    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
-    return RequestError("; ".join(sentences), field=_place(first) or None, code="missing" if _missing(first) else code)
+    # One word about images is enough: a part that holds one is wrong by its type and by its field.
+    media = [error for error in errors if _is_media(error)]
+    told = [error for error in errors if not any(error is more for more in media[1:])]
+    sentences = [_sentence(error, kind) for error in told[:_MOST_ERRORS]]
+    if len(told) > _MOST_ERRORS:
+        sentences.append(f"and {len(told) - _MOST_ERRORS} more")
+    return RequestError("; ".join(sentences), field=_place(told[0]) or None, code=_code(told[0]))
+
+
+def _code(error: ErrorDetails) -> str:
+    if error["type"] == "extra_forbidden":
+        return unknown_code(str(error["loc"][-1]))
+    if error["type"] == NOT_SERVED:
+        return NOT_SERVED
+    return "missing" if _missing(error) else "invalid_value"
+
+
+def _is_media(error: ErrorDetails) -> bool:
+    """Whether it is about an image or a video, which no body takes."""
+    return _code(error) == NOT_SERVED
 
 
 def _missing(error: ErrorDetails) -> bool:
@@ -161,6 +177,8 @@ def _sentence(error: ErrorDetails, kind: type[BaseModel]) -> str:
         return unknown_field(place, _known(kind, error["loc"][:-1]))
     if _missing(error):
         return f"{place}: is missing"
+    if error["type"] == NOT_SERVED:
+        return f"{place}: {error['msg']}"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     lead = "must be " if message != error["msg"] and error["type"] != "value_error" else ""
     return f"{place or 'the body'}: {lead}{message}{_got(got)}"
@@ -173,12 +191,17 @@ def _got(value: object) -> str:
     return f", got {value!r}" if len(repr(value)) <= _LONGEST_VALUE else ""
 
 
+def unknown_code(name: str) -> str:
+    """The code of a refusal that `unknown_field` words."""
+    return NOT_SERVED if name in _LATER else UNKNOWN_FIELD
+
+
 def unknown_field(place: str, known: Sequence[str]) -> str:
     """What to say about a field that there is not, among those that are `known` where it stands."""
     place = shown(place)
     name = place.rpartition(".")[2]
     if name in _LATER:
-        return f"{place}: image and video input is not served yet; this server takes text and audio"
+        return f"{place}: {MEDIA_LATER}"
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
     return f"{place}: no such field; {hint}"

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
 from engine.server.fields import (
+    MEDIA_LATER,
     MOST_STOPS,
+    NOT_SERVED,
     Bias,
     Count,
     CountPenalty,
@@ -71,7 +74,7 @@ def _parts(value: object) -> object:
 
 def _no_image(value: object) -> object:
     if isinstance(value, str) and any(word in value for word in ("image", "video")):
-        raise ValueError("image and video input is not served yet; this server takes text and audio")
+        raise PydanticCustomError(NOT_SERVED, MEDIA_LATER)
     return value
 
 

@@ -33,6 +33,7 @@ from engine.server.fields import (
     from_base64,
     refusal,
     shown,
+    unknown_code,
     unknown_field,
 )
 from engine.server.form import Part, parse_form
@@ -204,4 +205,4 @@ def _check_part(part: Part) -> None:
         raise RequestError("the part `audio` must be a file (with a file name)", field="audio")
     if part.name not in ("request", "audio"):
         message = unknown_field(part.name, ("request", "audio"))
-        raise RequestError(message, field=shown(part.name) or None, code="unknown_field")
+        raise RequestError(message, field=shown(part.name) or None, code=unknown_code(part.name))

@@ -180,6 +180,26 @@ def refused(server: Server, path: str, body: dict, status: int = 400) -> dict:
     return error
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", "image_url": {"url": "x"}}],
+        [{"type": "text", "text": "a"}, {"type": "video_url", "video_url": {"url": "x"}}],
+        [{"type": "input_image"}],
+        [{"type": "text", "text": "a", "image_url": "x"}],
+        [{"type": "image_url", "image_url": {"url": "x"}}] * 7,
+    ],
+)
+def test_images_and_videos_are_told_once_to_be_not_served(server: Server, content: list):
+    error = refused(server, "/v1/chat/completions", GOOD | {"messages": [{"role": "user", "content": content}]})
+    words = "image and video input is not served yet; this server takes text and audio"
+    assert (error["code"], error["message"]) == ("not_served", f"{error['param']}: {words}")
+
+
+def test_a_placeholder_of_an_image_is_not_served_either(server: Server):
+    assert refused(server, "/v1/completions", {"model": NAME, "prompt": "<|image_pad|>"})["code"] == "not_served"
+
+
 def named(value: object) -> str:
     return repr(value)[:60]
 
