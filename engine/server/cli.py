@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -39,6 +40,8 @@ from engine.model.config import OmniConfig
 from engine.server.source import TRAINED_MODEL, package_folder, source_digest, source_root, trained_model
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
     from engine.server.front import Front
 
 EXIT_FAILED, EXIT_USAGE = 1, 64
@@ -539,11 +542,8 @@ def _serve(folder: Path, config: OmniConfig, settings: ServerSettings, listener:
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         try:
             print(f"omni: serving {folder} at {address} (ready in {server.boot_seconds:.1f} s)", flush=True)
-        except OSError as error:
-            # Nobody reads it, or the disk is full: no reason not to serve.
-            _complain(f"standard output can't be written ({error.strerror}); serving at {address} all the same", 0)
-            # Where what is still to be written would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except _OutputError as error:  # no reason not to serve
+            _complain(f"{error}; serving at {address} all the same", 0)
 
     if console.is_terminal:
         progress.start()
@@ -556,8 +556,10 @@ def _serve(folder: Path, config: OmniConfig, settings: ServerSettings, listener:
 def main() -> None:
     """Run `omni`. Exit codes: 0 done, 1 can't be done, 64 wrong usage, 70 the engine process died."""
     _open_streams()
+    _guard_streams()
     try:
         code = app(prog_name="omni", standalone_mode=False)
+        sys.stdout.flush()
     except typer.Exit as error:
         code = error.exit_code
     except typer.Abort:
@@ -585,6 +587,37 @@ def _open_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115 - for good
+
+
+class _OutputError(WalkgateError):
+    """Standard output can't be written."""
+
+
+class _Stream(io.FileIO):
+    """A standard stream of this process. Once a write has failed nothing more is tried, as Python itself would at the end."""
+
+    lost = False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write, or lose `data`: in silence where nobody reads any more, or where there is nowhere left to tell it."""
+        if not self.lost:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self.lost = True
+                if self.fileno() == 1 and not isinstance(error, BrokenPipeError):
+                    raise _OutputError(f"standard output can't be written: {error.strerror}") from None
+        return memoryview(data).nbytes
+
+
+def _guard_streams() -> None:
+    """Put such streams in the place of this process's own; others, as tests put there, stay."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(_Stream(stream.fileno(), "wb", closefd=False))
+            guarded = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+            setattr(sys, name, guarded)
 
 
 def _complain(message: str, code: int) -> int:

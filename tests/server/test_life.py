@@ -462,6 +462,24 @@ def test_a_server_serves_where_its_words_go_nowhere(tiny_checkpoint: Path, close
         assert server.wait(30) == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", ["info", "info --json", "--help", "serve --help", "tiny --help"])
+def test_output_that_finds_no_room_is_one_line_and_1_and_a_reader_that_left_is_no_fault(words: str):
+    omni = f"{shlex.join(command())} {words}"
+    for script, code, complaint in (
+        (f"{omni} > /dev/full", 1, "omni: standard output can't be written: No space left on device\n"),
+        (f"{omni} | true; exit ${{PIPESTATUS[0]}}", 0, ""),
+    ):
+        done = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (code, complaint)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_complaint_that_finds_no_room_keeps_its_exit_code():
+    script = f"{shlex.join(command('serve', '--port', 'x'))} 2> /dev/full"
+    assert subprocess.run(["bash", "-c", script], env=environment(), timeout=60).returncode == 64
+
+
 def answers(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
