@@ -38,6 +38,7 @@ MOST_BODY_MB = 4096
 # Libraries read it when they are loaded.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 API_KEY_VARIABLE = "WALKGATE_API_KEY"
+POOL_NAME = "processor"  # the threads that prepare a server's requests
 
 
 class SettingError(WalkgateError):

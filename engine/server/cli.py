@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,6 +25,7 @@ from engine.config import (
     API_KEY_VARIABLE,
     DEVICES,
     GPU_SWITCHES,
+    POOL_NAME,
     PREFILL_CHUNKS,
     SWITCHES,
     EngineSettings,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USAGE = 1, 64
 _BACKLOG = 2048
+_THREAD_S = 0.2
 SHAPES_NAME = "qwen3-omni-30b-a3b"
 # Typer keeps the class of usage errors to itself; it is the base of the one that it exports.
 _UsageError = typer.BadParameter.__bases__[0]
@@ -572,7 +575,22 @@ def main() -> None:
         if not isinstance(error, _UsageError):
             raise
         code = _complain(f"{error.format_message()} (omni --help says more)", EXIT_USAGE)  # type: ignore[attr-defined]
+    _leave(code or 0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process. Python would wait for its threads, and those of a server may be at a chat template that never ends."""
+    if any(thread.name.startswith(POOL_NAME) and _lasts(thread) for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _lasts(thread: threading.Thread) -> bool:
+    """Whether a thread that was told to end is at work still."""
+    thread.join(_THREAD_S)
+    return thread.is_alive()
 
 
 def _open_streams() -> None:

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from engine.client import BootError, EngineClient, EngineProcess, Hello
-from engine.config import ServerSettings
+from engine.config import POOL_NAME, ServerSettings
 from engine.errors import RequestError
 from engine.metrics import FrontCounters
 from engine.model.config import OmniConfig
@@ -61,7 +61,7 @@ class Front:
     hello: Hello | None = None
     boot_seconds: float = 0.0
     counters: FrontCounters = field(default_factory=FrontCounters)
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_POOL_THREADS, "processor"))
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_POOL_THREADS, POOL_NAME))
     admission: Admission = field(init=False)
     watch: WedgeWatch = field(init=False)
     _info: dict[str, object] = field(default_factory=dict)

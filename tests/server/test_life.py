@@ -13,8 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -206,6 +209,55 @@ def test_a_signal_before_the_engine_starts_ends_quietly_with_0(tmp_path: Path, n
         server.process.send_signal(number)
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.text()
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@contextmanager
+def with_template(checkpoint: Path, folder: Path, source: str, *words: str) -> Iterator[Server]:
+    """A server, asked for at a port of its own, of a copy of the checkpoint with another chat template."""
+    model = folder / "model"
+    shutil.copytree(checkpoint, model)
+    (model / "chat_template.jinja").write_text(source)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with started(folder / "log", str(model), "--port", str(port), *words) as server:
+        server.port = port
+        yield server
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_whose_chat_template_never_does(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setenv("TMPDIR", str(sockets))
+    with with_template(tiny_checkpoint, tmp_path, ENDLESS + "{{ messages[0].content }}") as server:
+        assert wait_until(lambda: answers(server.port, 503), 60)
+        time.sleep(2.0)  # by when another template would have been read
+        engine = server.engine_pid()
+        server.process.send_signal(number)
+        assert server.process.wait(10) == 0
+        assert wait_until(lambda: gone(engine), 2)
+        assert "Traceback" not in server.text()
+    assert list(sockets.iterdir()) == []
+
+
+def test_a_request_at_which_the_chat_template_never_ends_does_not_keep_the_server(
+    tiny_checkpoint: Path, tmp_path: Path
+):
+    source = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    with with_template(tiny_checkpoint, tmp_path, source, "--drain-seconds", "1") as server:
+        assert wait_until(lambda: answers(server.port), 60)
+        with raw_request(server, {"text": "loop", "max_tokens": 1}) as client:
+            assert wait_until(lambda: server.metrics()["http_open"] == 1, 10)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(10) == 0
+            assert b"shutting_down" in client.recv(1 << 16)
+        assert "omni: cut: 1 open request\n" in server.text() and "Traceback" not in server.text()
 
 
 def test_an_interrupt_under_load_ends_streams_with_an_error_and_the_process_with_0(
@@ -480,10 +532,12 @@ def test_a_complaint_that_finds_no_room_keeps_its_exit_code():
     assert subprocess.run(["bash", "-c", script], env=environment(), timeout=60).returncode == 64
 
 
-def answers(port: int) -> bool:
+def answers(port: int, status: int = 200) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
-            return reply.status == 200
+            return reply.status == status
+    except urllib.error.HTTPError as error:
+        return error.code == status
     except OSError:
         return False
 
