@@ -88,6 +88,7 @@ class Processor:
         """Read tokenizer, template and audio settings of a model folder; CheckpointError names what doesn't fit."""
         _check_mel(folder / "preprocessor_config.json", config.audio.mel_bins)
         tokenizer = load_tokenizer(folder)
+        _check_ids(folder / "config.json", tokenizer, config)
         longest = max(map(len, tokenizer.get_vocab()))
         template, token_bytes = ChatTemplate.load(folder), TokenBytes(tokenizer)
         generation = Generation.load(folder)
@@ -294,6 +295,37 @@ def _too_long(name: str, what: str, limit: int) -> RequestError:
     return RequestError(
         f"{what}; this server takes {limit} tokens a request, generated ones included", field=name, code="too_long"
     )
+
+
+def _check_ids(path: Path, tokenizer: Tokenizer, config: OmniConfig) -> None:
+    """Refuse ids that the tokenizer gives to other tokens: turns would not end, clips and speech not be found in a prompt.
+
+    A token that the tokenizer lacks by its released name may have another one here.
+    """
+    ids = config.ids
+    named = {
+        "im_start_token_id": (ids.im_start, "<|im_start|>"),
+        "im_end_token_id": (ids.im_end, "<|im_end|>"),
+        "thinker_config.audio_token_id": (ids.audio, "<|audio_pad|>"),
+        "thinker_config.audio_start_token_id": (ids.audio_start, "<|audio_start|>"),
+        "thinker_config.image_token_id": (ids.image, "<|image_pad|>"),
+        "thinker_config.video_token_id": (ids.video, "<|video_pad|>"),
+    }
+    if config.talker is not None:
+        named |= {
+            "tts_pad_token_id": (ids.tts_pad, "<tts_pad>"),
+            "tts_bos_token_id": (ids.tts_bos, "<tts_text_bos>"),
+            "tts_eos_token_id": (ids.tts_eos, "<tts_text_eod>"),
+            "user_token_id": (ids.user, "user"),
+            "assistant_token_id": (ids.assistant, "assistant"),
+        }
+    for key, (token, text) in named.items():
+        # As a turn begins; a role that takes several tokens has no id of its own.
+        found = tokenizer.encode(f"{text}\n", add_special_tokens=False).ids[:-1]
+        if len(found) == 1 and found[0] != token:
+            raise CheckpointError(
+                f"{path}: {key} is {token}, but the tokenizer's {text} is {found[0]}; make them equal"
+            )
 
 
 def _check_mel(path: Path, mel_bins: int) -> None:

@@ -451,6 +451,37 @@ def test_a_folder_that_does_not_fit_is_told_by_file(
         Processor.load(tmp_path, OmniConfig.load(tiny_checkpoint), 4096)
 
 
+SPOKEN_IDS = ["tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id", "user_token_id", "assistant_token_id"]
+THINKER_IDS = [f"thinker_config.{name}_token_id" for name in ("audio", "audio_start", "image", "video")]
+
+
+@pytest.mark.parametrize("key", ["im_start_token_id", "im_end_token_id", *THINKER_IDS, *SPOKEN_IDS])
+def test_a_special_id_that_the_tokenizer_gives_to_another_token_is_named(
+    tiny_checkpoint: Path, tmp_path: Path, key: str
+):
+    copied(tiny_checkpoint, tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    *path, name = key.split(".")
+    section = data[path[0]] if path else data
+    right, section[name] = section[name], 0
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError) as refused:
+        Processor.load(tmp_path, OmniConfig.load(tmp_path), 4096)
+    start, end = f"{tmp_path / 'config.json'}: {key} is 0, but the tokenizer's ", f" is {right}; make them equal"
+    assert str(refused.value).startswith(start) and str(refused.value).endswith(end)
+    # A model that never speaks reads none of these.
+    silent = OmniConfig.parse(data | {"enable_audio_output": False})
+    if key in SPOKEN_IDS:
+        Processor.load(tmp_path, silent, 4096)
+
+
+def test_a_tokenizer_with_other_names_for_its_special_tokens_is_taken(tiny_checkpoint: Path, tmp_path: Path):
+    copied(tiny_checkpoint, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|audio_pad|>", "<|AUDIO|>"))
+    assert Processor.load(tmp_path, OmniConfig.load(tmp_path), 4096).tokenizer.token_to_id("<|AUDIO|>") is not None
+
+
 def test_the_released_tokenizer_and_settings_are_understood_in_both_layouts(tmp_path: Path):
     source = shared("data", "qwen3omni")
     built = tmp_path / "built"
