@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -380,15 +380,8 @@ _MAKERS: Mapping[str, _Maker] = {
     "story": _story,
 }
 KINDS = tuple(_MAKERS)
-# Of a kind that gives nothing new for so long there is no more; then another that is as easy is asked instead.
+# Of a kind that gives nothing new for so long there is no more.
 _MOST_DRAWS = 500
-_INSTEAD = {
-    "calendar": "spelling",
-    "opposite": "arithmetic",
-    "spelling": "arithmetic",
-    "arithmetic": "name",
-    "name": "story",
-}
 # Trained, and not among the held-out questions: their answers show too little.
 _MINOR: Mapping[str, _Maker] = {"introduction": _introduction, "other": _other}
 # Spelling has most to learn by heart, and stories most to tell apart.
@@ -433,19 +426,40 @@ def _made_up_name(rng: Random) -> str:
 
 
 def held_out_questions(seed: int = 0, count: int = 200) -> list[Question]:
-    """Make `count` different questions that training never asks, of each of `KINDS` in turn as long as it has others."""
-    rng = Random(f"held-out questions {seed}")
-    made: dict[Question, None] = {}
-    kinds = list(KINDS)
-    while len(made) < count:
-        place = len(made) % len(kinds)
-        drawn = (_made(_MAKERS[kinds[place]], rng, held_out=True) for _ in range(_MOST_DRAWS))
-        found = next((one for one in drawn if one not in made and one.text not in met()), None)
-        if found is None:
-            kinds[place] = _INSTEAD[kinds[place]]
-        else:
-            made[found] = None
-    return list(made)
+    """Make `count` different questions that training never asks, of each of `KINDS` in turn.
+
+    In the place of one that was `met` stands another of its kind, or of arithmetic where none is left. ValueError for more
+    than there are.
+    """
+    rng, spare = Random(f"held-out questions {seed}"), Random(f"questions in the place of others {seed}")
+    drawn: dict[Question, None] = {}
+    while len(drawn) < count:
+        drawn[_another(KINDS[len(drawn) % len(KINDS)], rng, drawn)] = None
+    made = dict.fromkeys(one for one in drawn if one.text not in met())
+    instead = {}
+    for one in drawn:
+        if one.text in met():
+            instead[one] = _unmet(one, spare, made)
+            made[instead[one]] = None
+    return [instead.get(one, one) for one in drawn]
+
+
+def _another(
+    kind: str, rng: Random, but: Collection[Question], *, met: Collection[str] = (), spoken: bool | None = None
+) -> Question:
+    """A held-out question of `kind` that is not among the questions `but` or the texts `met`; ValueError when none is found."""
+    for _ in range(_MOST_DRAWS):
+        one = _made(_MAKERS[kind], rng, held_out=True)
+        if one not in but and one.text not in met and spoken in (None, one.spoken):
+            return one
+    raise ValueError(f"there are no more held-out questions of the kind {kind}")
+
+
+def _unmet(question: Question, rng: Random, but: Collection[Question]) -> Question:
+    try:
+        return _another(question.kind, rng, but, met=met(), spoken=question.spoken)
+    except ValueError:
+        return _another("arithmetic", rng, but, met=met(), spoken=question.spoken)
 
 
 @functools.cache
