@@ -379,7 +379,21 @@ def remove_worktree(repository: Path, target: Path) -> None:
         git(repository, "worktree", "remove", "--force", "--force", str(target))
     except (ArmError, OSError):
         shutil.rmtree(target, ignore_errors=True)
-    git(repository, "worktree", "prune")
+        _deregister(repository, target)
+
+
+def _deregister(repository: Path, target: Path) -> None:
+    """Take a worktree whose folder is gone out of the repository's list.
+
+    `git worktree prune` would drop the user's own too, staged work included, where their disk isn't mounted just now.
+    """
+    common = repository / git(repository, "rev-parse", "--git-common-dir").strip()
+    for named in (common / "worktrees").glob("*/gitdir"):
+        # It may be relative (worktree.useRelativePaths).
+        if (
+            named.parent / named.read_text(encoding="utf-8", errors="surrogateescape").strip()
+        ).resolve() == target.resolve() / ".git":
+            shutil.rmtree(named.parent, ignore_errors=True)
 
 
 def _info(resolved: Resolved, digest: str) -> ArmInfo:

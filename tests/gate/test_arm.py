@@ -160,6 +160,28 @@ def test_a_worktree_that_a_killed_git_left_locked_is_made_again(tmp_path: Path) 
             shutil.rmtree(target)
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_worktree_of_the_user_that_is_out_of_reach_stays_registered_with_what_is_staged_there(
+    tmp_path: Path, broken: bool
+) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    mine = tmp_path / "disk" / "mine"
+    run_git(repo, "worktree", "add", "--detach", str(mine))
+    (mine / "staged.txt").write_text("work")
+    run_git(mine, "add", "staged.txt")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    choices = (ArmChoice("base", "HEAD"), ArmChoice("head", "HEAD"))
+    with laid_out(choices, repo, tmp_path / "run", keep=False) as arms:
+        if broken:  # so that git itself does not remove it
+            (arms[0].tree / ".git").unlink()
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    assert run_git(mine, "diff", "--cached", "--name-only") == "staged.txt"
+    assert run_git(repo, "worktree", "list").splitlines()[1:] == [
+        f"{mine}  {run_git(repo, 'rev-parse', '--short', 'HEAD')} (detached HEAD)"
+    ]
+    assert not list((tmp_path / "run" / "arms").iterdir())
+
+
 def test_keep_leaves_the_worktree(tmp_path: Path) -> None:
     repo = make_repository(tmp_path / "repo", {})
     with laid_out((ArmChoice("base", "HEAD"),), repo, tmp_path / "run", keep=True):
