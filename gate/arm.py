@@ -225,9 +225,10 @@ def resolve(choice: ArmChoice, repository: Path) -> Resolved:
         return Resolved(choice, "commit", _top(repository) or repository, commit, False)
     if Path(choice.ref).is_dir():
         return _folder(choice, Path(choice.ref))
-    raise ArmError(
-        f"{choice.name} {choice.ref!r} is neither a commit of {repository} nor a folder{_shallow(repository)}"
-    )
+    # Of a push nothing is in the repository before its pre-receive hook says yes.
+    pushed = " (what is being pushed is no part of it yet: ask in post-receive)"
+    hint = pushed if "GIT_QUARANTINE_PATH" in os.environ else _shallow(repository)
+    raise ArmError(f"{choice.name} {choice.ref!r} is neither a commit of {repository} nor a folder{hint}")
 
 
 def _command(choice: ArmChoice, repository: Path) -> Resolved:

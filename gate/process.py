@@ -19,9 +19,9 @@ _KILL_S = 5.0  # for the warden to end all that its child started; it takes mill
 _TAIL_BYTES = 8192
 
 # How git tells the programs that it starts (hooks, aliases, `rebase -x`) which repository, index and objects are meant: what
-# `git rev-parse --local-env-vars` lists. With these a git that the gate runs elsewhere would write into that repository. Not
-# among them are settings (GIT_CONFIG_PARAMETERS, GIT_CONFIG_COUNT), which git hands to its own submodules too: a safe.directory
-# may have to be there.
+# `git rev-parse --local-env-vars` lists, and where a push's objects wait for its hooks. With these a git that the gate runs
+# elsewhere would write into that repository. Not among them are settings (GIT_CONFIG_PARAMETERS, GIT_CONFIG_COUNT), which git
+# hands to its own submodules too: a safe.directory may have to be there.
 GIT_PLACES = frozenset(
     {
         "GIT_ALTERNATE_OBJECT_DIRECTORIES",
@@ -35,6 +35,7 @@ GIT_PLACES = frozenset(
         "GIT_NO_REPLACE_OBJECTS",
         "GIT_OBJECT_DIRECTORY",
         "GIT_PREFIX",
+        "GIT_QUARANTINE_PATH",
         "GIT_REPLACE_REF_BASE",
         "GIT_SHALLOW_FILE",
         "GIT_WORK_TREE",

@@ -271,6 +271,18 @@ def test_a_ref_that_names_nothing_is_one_sentence(tmp_path: Path, ref: str) -> N
     assert str(caught.value) == f"base {ref!r} is neither a commit of {repo} nor a folder"
 
 
+def test_a_commit_that_is_being_pushed_is_none_yet_and_the_message_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = make_repository(tmp_path / "repo", {})
+    monkeypatch.setenv("GIT_QUARANTINE_PATH", str(tmp_path))
+    with pytest.raises(
+        ArmError, match=r"nor a folder \(what is being pushed is no part of it yet: ask in post-receive\)"
+    ):
+        resolve(ArmChoice("base", "0" * 40), repo)
+    assert resolve(ArmChoice("base", "HEAD"), repo).kind == "commit"
+
+
 def test_a_ref_where_there_is_no_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = make_repository(tmp_path / "repo", {})
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -50,7 +50,11 @@ def places_of(repository: Path) -> dict[str, str]:
     """What git tells a hook of its repository, so much as decides where another git reads and writes."""
     git = repository / ".git"
     named = {"GIT_DIR": git, "GIT_INDEX_FILE": git / "index", "GIT_WORK_TREE": repository}
-    return {"GIT_PREFIX": "", **{name: str(path) for name, path in named.items()}}
+    return {
+        "GIT_PREFIX": "",
+        "GIT_QUARANTINE_PATH": str(git / "objects"),
+        **{name: str(path) for name, path in named.items()},
+    }
 
 
 def make_repository(folder: Path, *behaviours: dict[str, object]) -> Path:
