@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 
 from gate.cell import METRICS, TASKS, Cell
@@ -218,7 +219,7 @@ def _provenance(run: RunData) -> list[str]:
         ["judge", inline(plan.judge.recogniser or f"none: {plan.judge.why_not}")],
         ["machine", _machine(run.sessions)],
         ["gate", inline(plan.gate_version) or NOT_TRACED],
-        ["again", f"`{inline(plan.command or _again(run), None)}`"],
+        ["again", f"`{inline(plan.command or _again(run), None)}`{_movable(plan)}"],
     ]
     return ["**Provenance**", "", *table(("what", "value"), rows)]
 
@@ -297,6 +298,25 @@ def _machine(sessions: Sequence[SessionInfo]) -> str:
         *(_pairs(gpu) for gpu in host.get("gpus") or [] if isinstance(gpu, dict)),
     ]
     return inline("; ".join(filter(None, parts)), 1000) or NOT_TRACED
+
+
+def _movable(plan: Plan) -> str:
+    """What the command's refs were that mean something else later, as the end of a sentence."""
+    typed = shlex.split(plan.command)
+    found = {inline(arm.ref): _meant(arm) for arm in plan.arms if arm.ref in typed}
+    words = [f"`{ref}` was {meant}" for ref, meant in found.items() if meant]
+    return f", where {' and '.join(words)}" if words else ""
+
+
+def _meant(arm: ArmInfo) -> str:
+    commit = (arm.commit or "no commit")[:12]
+    if arm.kind == "snapshot":
+        return (
+            f"a working tree with changes on {commit}, which is not kept"
+            if arm.dirty
+            else f"a working tree as in {commit}"
+        )
+    return commit if arm.kind == "commit" and not commit.startswith(arm.ref[:12]) else ""
 
 
 def _again(run: RunData) -> str:

@@ -191,7 +191,31 @@ def test_the_command_that_asks_for_the_run_again_is_whole() -> None:
     run = make_run(STEADY)
     command = f"gate compare main HEAD --head-env {'X' * 400}=1 --device cuda"
 
-    assert f"| again | `{command}` |" in rendered(changes(run, plan=changes(run.plan, command=command)))
+    row = f"| again | `{command}`, where `main` was bbbbbbbbbbbb and `HEAD` was cccccccccccc |"
+    assert row in rendered(changes(run, plan=changes(run.plan, command=command)))
+
+
+@pytest.mark.parametrize(
+    ("command", "head", "told"),
+    [
+        (
+            "gate compare bbbbbbbb .",
+            {"ref": ".", "kind": "snapshot", "dirty": True},
+            "a working tree with changes on cccccccccccc, which is not kept",
+        ),
+        ("gate compare bbbbbbbb .", {"ref": ".", "kind": "snapshot"}, "a working tree as in cccccccccccc"),
+        ("gate compare bbbbbbbb v1", {"ref": "v1"}, "cccccccccccc"),
+        (f"gate compare bbbbbbbb {'c' * 40}", {"ref": "c" * 40}, ""),
+        ("gate demo --sessions 3", {}, ""),
+    ],
+)
+def test_what_a_ref_of_the_command_was_is_said_where_it_may_be_another_later(
+    command: str, head: dict[str, object], told: str
+) -> None:
+    run = make_run(STEADY)
+    arms = (changes(run.plan.arms[0], ref="bbbbbbbb"), changes(run.plan.arms[1], **head))
+    text = rendered(changes(run, plan=changes(run.plan, arms=arms, command=command)))
+    assert f"| again | `{command}`{f', where `{command.split()[-1]}` was {told}' if told else ''} |" in text
 
 
 def test_a_run_without_any_session_still_has_a_report() -> None:
