@@ -491,7 +491,7 @@ def _install(command: list[str], folder: Path) -> None:
 
 
 def default_model(arms: Sequence[Arm], folder: Path, say: Callable[[str], object]) -> Path:
-    """Put the model that all arms serve into `folder` where none was named, and return it; `say` is told which.
+    """Put the model that all arms serve into `folder` where none was named, and return its folder; `say` is told which.
 
     It is the trained model of the first arm whose tree has one: each tree may hold another, and an arm from before there was
     one serves it as any checkpoint. Where no tree has one, the first arm's `omni tiny` makes one with random weights.
@@ -503,11 +503,12 @@ def default_model(arms: Sequence[Arm], folder: Path, say: Callable[[str], object
         )
         return make_model(arms[0], folder)
     say(f"no --model named: {TRAINED_MODEL} of {owner.info.name}")
-    folder.mkdir(parents=True)
+    copy = folder / TRAINED_MODEL.name  # by which name the report calls it
+    copy.mkdir(parents=True)
     for path in (owner.tree / TRAINED_MODEL).iterdir():
         if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    return folder
+            shutil.copyfile(path, copy / path.name)
+    return copy
 
 
 def make_model(arm: Arm, folder: Path, timeout_s: float = 300.0) -> Path:

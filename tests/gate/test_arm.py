@@ -362,6 +362,7 @@ def test_without_a_model_all_arms_get_the_trained_one_of_the_first_that_has_it(
     with laid_out(choices, tmp_path, tmp_path / "run", keep=False) as arms:
         folder = default_model([arm for arm in arms if isinstance(arm, Arm)], tmp_path / "run" / "model", said.append)
     assert (folder / "model.safetensors").read_bytes() == taken
+    assert folder == tmp_path / "run" / "model" / ("omni-tiny" if with_model else "")
     assert len(said) == 1 and said[0].startswith(told)
 
 

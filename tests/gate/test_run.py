@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gate import rundir
-from gate.arm import Arm, ArmChoice, ArmError
+from gate.arm import TRAINED_MODEL, Arm, ArmChoice, ArmError
 from gate.cell import Cell
 from gate.client import Limits
 from gate.order import session_order
@@ -210,6 +210,23 @@ def test_one_model_folder_serves_both_arms_and_a_named_one_is_not_made_again(
     assert data.plan.model_path == str(model)
     assert {session.weights_digest for session in data.sessions} == {data.plan.model_digest}
     assert "tiny" not in (tmp_path / "log").read_text()
+
+
+def test_the_report_calls_the_trained_model_of_a_tree_by_its_name_and_does_not_say_where_it_lies(
+    tmp_path: Path,
+) -> None:
+    wish = make_wish(tmp_path, {}, {}, sessions=1, cells=("T2T@2",))
+    trained = wish.repository / TRAINED_MODEL
+    trained.mkdir(parents=True)
+    (trained / "config.json").write_text("{}")
+    run_git(wish.repository, "add", "--all")
+    run_git(wish.repository, "commit", "--quiet", "--message", "a trained model")
+    folder = carry_out(wish, Notes())
+    plan = folder.load().plan
+    assert plan.model_path == str(folder.path / "model" / "omni-tiny")
+    write_report(folder)
+    assert f"| model | omni-tiny, weights {plan.model_digest} |" in folder.report.read_text()
+    assert plan.model_path not in folder.report.read_text() + folder.report.with_suffix(".json").read_text()
 
 
 def test_a_model_by_name_is_each_arms_own_and_its_weights_are_what_the_servers_state(tmp_path: Path) -> None:
