@@ -36,13 +36,15 @@ try:
     from gate.arm import COMMAND_MARK, Arm, ArmChoice, ArmError, default_model, git, laid_out, parse_env, split_words
     from gate.judge import JudgeError
     from gate.kernels import TraceError
+    from gate.markdown import plural
     from gate.plant import PlantError
     from gate.record import Item
+    from gate.report import settling_sessions
     from gate.run import EXIT_INVALID
     from gate.rundir import RunDir, RunDirError, existing
     from gate.session import EXIT_USAGE, Refused
     from gate.summary import failures, session_table
-    from gate.verdict import REGRESSION, Comparisons
+    from gate.verdict import NO_VERDICT, REGRESSION, Comparisons
     from gate.wish import Wish
     from gate.workload import WorkloadError, default_root, load_prompts, load_questions, ordered
 except KeyboardInterrupt:  # these take a second or two to load, in which a Ctrl-C is one like any later
@@ -52,6 +54,7 @@ except KeyboardInterrupt:  # these take a second or two to load, in which a Ctrl
 EXIT_INTERNAL = 70  # of sysexits.h; Python's own 1 would read as a regression
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 DEMO_SLOW = 0.30
+DEMO_SESSIONS = 9  # the most that are worth a demo's time; a machine that needs more is too busy
 USAGE_ERRORS = (ArmError, WorkloadError, RunDirError, PlantError, TraceError, JudgeError)
 
 
@@ -761,8 +764,21 @@ def found_plants(found: Comparisons) -> str:
         else "not proven; this machine was too busy for so few sessions"
     )
     flip = "found" if found.moves else "not found"
-    more = _again("demo", "--sessions", "5")
-    return f"planted: slower decoding: {slow}; flipped token: {flip}. More sessions prove more: {more}"
+    return f"planted: slower decoding: {slow}; flipped token: {flip}.{_onward(found, slower)}"
+
+
+def _onward(found: Comparisons, slower: int) -> str:
+    """What to do about cells of the demo that are still open, as a sentence; empty where none is."""
+    open_cells = sum(cell.verdict == NO_VERDICT for cell in found.cells)
+    if slower and not open_cells:
+        return ""
+    wanted = settling_sessions(found)
+    if not wanted or max(wanted) > DEMO_SESSIONS:
+        return f" Repeat it on a quiet machine: {_again('demo')}"
+    again = _again("demo", "--sessions", str(max(wanted)))
+    return (
+        f" About {max(wanted)} sessions an arm would settle {len(wanted)} of {plural(open_cells, 'open cell')}: {again}"
+    )
 
 
 def _demo_dir() -> Path:

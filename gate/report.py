@@ -305,13 +305,19 @@ def _undecided_steps(run: RunData, found: Comparisons) -> list[str]:
     losses = [cell.loss_not_excluded for cell in open_cells if cell.loss_not_excluded is not None]
     hides = f"could still hide a loss of up to {number(100 * max(losses), 1)} %" if losses else "can't be judged"
     text = f"{plural(len(open_cells), 'cell')} {hides}"
-    wanted = [cell.settle_sessions for cell in open_cells if cell.settle_sessions is not None]
+    wanted = settling_sessions(found)
     if wanted:
         text += f"; about {max(wanted)} sessions an arm would settle {len(wanted)} of {len(open_cells)}"
         text += _price(run, max(wanted))
     elif losses:
         text += f"; even {MOST_SESSIONS} sessions an arm would settle none: lower the spread first"
     return [f"*no verdict*: {text}.", *unheard]
+
+
+def settling_sessions(found: Comparisons) -> list[int]:
+    """How many sessions an arm would settle each cell without a verdict, of those that any number would."""
+    cells = [cell for cell in found.cells if cell.verdict == NO_VERDICT]
+    return [cell.settle_sessions for cell in cells if cell.settle_sessions is not None]
 
 
 def _price(run: RunData, wanted: int) -> str:

@@ -235,14 +235,23 @@ cli.main()
     assert (done.returncode, done.stderr) == (130, "gate: interrupted\n")
 
 
-def test_the_demo_says_which_planted_faults_were_found() -> None:
-    more = "More sessions prove more: gate demo --sessions 5"
+@pytest.mark.parametrize(
+    ("base", "head", "told"),
+    [
+        ([2000, 2101], [2091, 2200], " About 8 sessions an arm would settle 1 of 1 open cell: gate demo --sessions 8"),
+        ([2000, 2901], [2491, 3300], " Repeat it on a quiet machine: gate demo"),  # 17 would
+        ([2000, 2001], [2001, 2000], " Repeat it on a quiet machine: gate demo"),  # none is open, and nothing was found
+    ],
+)
+def test_the_demo_says_what_was_found_and_what_would_settle_the_rest(
+    base: list[int], head: list[int], told: str
+) -> None:
     assert found_plants(compare(planted_run())) == (
-        f"planted: slower decoding: found in 2 of 4 cells; flipped token: found. {more}"
+        "planted: slower decoding: found in 2 of 4 cells; flipped token: found."
     )
-    assert found_plants(compare(make_run({"base": [2000, 2001], "head": [2001, 2000]}))) == (
+    assert found_plants(compare(make_run({"base": base, "head": head}))) == (
         "planted: slower decoding: not proven; this machine was too busy for so few sessions; "
-        f"flipped token: not found. {more}"
+        f"flipped token: not found.{told}"
     )
 
 
