@@ -34,6 +34,7 @@ from gate.verdict import (
     SPEED_VERDICTS,
     CellComparison,
     Comparisons,
+    Fault,
     exit_code,
     throttled_share,
     values,
@@ -44,6 +45,8 @@ _LOUD = frozenset({REGRESSION, IMPROVEMENT, BROKEN_HEAD, BROKEN_BASE, INVALID, N
 _RARE = (BROKEN_HEAD, BROKEN_BASE, INVALID, NEW_IN_HEAD)  # named in the headline only where there is one
 _MOST_MOVES = 20  # rows shown; report.json has them all
 _MOST_FAULTS = 30
+_FAULT_LOGS = {"failed": "server.log", "server": "server.log", "client": "client.log"}  # which may hold a traceback
+_REQUEST_ID = re.compile(r"\b[0-9a-f]{32}\b")
 _FOOTNOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"
 _OUTLIER_LEAST = 0.03  # nearer than this (log) to its siblings, a session is not worth a footnote
 _QUIET_CORES = 0.3  # more than this, and others were at work beside a session
@@ -104,7 +107,9 @@ def headline(found: Comparisons) -> str:
         worse = sum(row.verdict == "WER worse" for row in found.wer)
         parts += [f"WER worse in {plural(worse, 'cell')}"] if worse else []
     parts.append(
-        "nothing broken" if not found.faults else f"faults: {plural(len(found.faults), 'entry', 'entries')} below"
+        "nothing broken"
+        if not found.faults
+        else f"faults: {plural(len(_fault_groups(found.faults)), 'entry', 'entries')} below"
     )
     return f"gate: {' · '.join(parts)}"
 
@@ -337,12 +342,31 @@ def _price(run: RunData, wanted: int) -> str:
 def _faults(run: RunData, found: Comparisons) -> list[str]:
     if not found.faults:
         return []
-    rows = [
-        f"- {fault.arm}, {fault.cell or 'whole session'}, {fault.kind}: {inline(fault.words)}" for fault in found.faults
-    ]
+    rows = [_fault_row(run, same) for same in _fault_groups(found.faults)]
     more = len(rows) - _MOST_FAULTS
     tail = [f"- {plural(more, 'more fault')} in report.json"] if more > 0 else []
     return ["**Faults**", "", *rows[:_MOST_FAULTS], *tail, ""]
+
+
+def _fault_groups(faults: Sequence[Fault]) -> list[list[Fault]]:
+    """Faults of one arm with one reason, whichever sessions, cells and requests they are of."""
+    groups: dict[tuple[str, str, str], list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.arm, fault.kind, _REQUEST_ID.sub("", fault.reason)), []).append(fault)
+    return list(groups.values())
+
+
+def _fault_row(run: RunData, same: Sequence[Fault]) -> str:
+    """One line for equal faults: their cells, their sessions, all their requests, and the first one's words and log."""
+    first = same[0]
+    cells = ", ".join(dict.fromkeys(fault.cell or "whole session" for fault in same))
+    sessions = ", ".join(dict.fromkeys(fault.session for fault in same))
+    count, of = sum(fault.count for fault in same), sum(fault.of for fault in same)
+    words = first.words.removeprefix(first.session).replace(f": {first.count} of {first.of} ", f": {count} of {of} ", 1)
+    log = _FAULT_LOGS.get(first.kind)
+    is_ours = any(arm.name == first.arm and arm.kind != "url" for arm in run.plan.arms)  # a URL's server logs elsewhere
+    where = f"; see `sessions/{first.session}/{log}`" if log and is_ours else ""
+    return f"- {first.arm}, {cells}, {first.kind}: {sessions}{inline(words)}{where}"
 
 
 def _gaps(run: RunData, found: Comparisons) -> list[str]:

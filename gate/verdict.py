@@ -51,7 +51,7 @@ class Fault(msgspec.Struct, frozen=True):
     """Something that makes evidence unusable: `count` of `of` requests of a cell, or a whole session (cell None).
 
     `kind`: failed, short, missing audio, server (of one arm); source, weights, throttled (of the evidence itself); client (of
-    the evidence of one cell: the load client ended).
+    the evidence of one cell: the load client ended). `reason` is what `words` say without session, counts and request.
     """
 
     arm: str
@@ -61,6 +61,7 @@ class Fault(msgspec.Struct, frozen=True):
     count: int
     of: int
     words: str
+    reason: str
 
 
 class CellComparison(msgspec.Struct, frozen=True):
@@ -361,31 +362,27 @@ def find_faults(run: RunData) -> list[Fault]:
 
 
 def _session_faults(run: RunData, session: SessionInfo) -> list[Fault]:
-    def fault(kind: str, words: str) -> Fault:
-        return Fault(session.arm, session.id, None, kind, 1, 1, words)
+    def fault(kind: str, reason: str, mark: str = "") -> Fault:
+        return Fault(session.arm, session.id, None, kind, 1, 1, f"{session.id}{mark} {reason}", reason)
 
     arm = next((arm for arm in run.plan.arms if arm.name == session.arm), run.plan.arms[0])
     found = []
     source, whose = _expected_source(run, arm)
     if session.source_digest and session.source_digest != source:
-        found.append(
-            fault("source", f"{session.id} served source {session.source_digest[:12]}, {whose} is {source[:12]}")
-        )
+        found.append(fault("source", f"served source {session.source_digest[:12]}, {whose} is {source[:12]}"))
     weights, whose = _expected_weights(run)
     if session.weights_digest and session.weights_digest != weights:
-        found.append(
-            fault("weights", f"{session.id} loaded weights {session.weights_digest[:12]}, {whose} {weights[:12]}")
-        )
+        found.append(fault("weights", f"loaded weights {session.weights_digest[:12]}, {whose} {weights[:12]}"))
     share = throttled_share(session)
     if share is not None and share > run.plan.thresholds.throttled:
         limit = percent(math.log1p(run.plan.thresholds.throttled))
         found.append(
             fault(
                 "throttled",
-                f"{session.id} was held back by its CPU quota {share:.0%} of the time (limit {limit:.0f} %)",
+                f"was held back by its CPU quota {share:.0%} of the time (limit {limit:.0f} %)",
             )
         )
-    found += [fault("server", f"{session.id}: {(problem.splitlines() or [''])[0]}") for problem in session.problems]
+    found += [fault("server", (problem.splitlines() or [""])[0], ":") for problem in session.problems]
     return found
 
 
@@ -424,7 +421,7 @@ def _client_faults(session: SessionInfo, cell: Cell) -> list[Fault]:
     if words is None:
         return []
     said = (words.splitlines() or [""])[0]
-    return [Fault(session.arm, session.id, cell.name, "client", 1, 1, f"{session.id}: {said}")]
+    return [Fault(session.arm, session.id, cell.name, "client", 1, 1, f"{session.id}: {said}", said)]
 
 
 def _cell_faults(session: SessionInfo, cell: Cell, records: Sequence[Record]) -> list[Fault]:
@@ -443,6 +440,7 @@ def _cell_faults(session: SessionInfo, cell: Cell, records: Sequence[Record]) ->
             of=len(records),
             words=f"{session.id}: {len(found)} of {len(records)} requests {_SAYS[kind]} "
             f"(first: request {found[0][0].index}, {found[0][0].item}: {found[0][1]})",
+            reason=found[0][1],
         )
         for kind, found in kinds.items()
     ]

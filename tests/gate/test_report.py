@@ -218,6 +218,38 @@ def test_what_a_ref_of_the_command_was_is_said_where_it_may_be_another_later(
     assert f"| again | `{command}`{f', where `{command.split()[-1]}` was {told}' if told else ''} |" in text
 
 
+def test_one_cause_in_several_sessions_and_cells_is_one_line_with_its_log() -> None:
+    def change(record: Record) -> Record:
+        if record.arm == "base" or record.warm or record.index % 2 == 0 or record.cell == "A2T@1":
+            return record
+        number = int(record.session[:2]) * 10 + record.index  # another id each time
+        return changes(record, ok=False, error=f"engine: request {number:032x} ended: it raised")
+
+    run = make_run({"base": [2000, 2001], "head": [2000, 2001]}, [T2T, T2T_4, A2T], change=change)
+    text, found = rendered(run), compare(run)
+    first = found.faults[0].words.partition("(")[2]
+    assert len(found.faults) == 4 and "faults: 1 entry below" in text
+    assert [line for line in text.splitlines() if line.startswith("- head, ")] == [
+        f"- head, T2T@1, T2T@4, failed: 02-head, 03-head: 8 of 16 requests failed ({first}; see `sessions/02-head/server.log`"
+    ]
+    assert len(json.loads(report_json(run, found))["comparisons"]["faults"]) == 4
+    url = changes(run, plan=changes(run.plan, arms=tuple(changes(arm, kind="url") for arm in run.plan.arms)))
+    assert "server.log" not in rendered(url)
+
+
+def test_faults_with_other_reasons_keep_their_lines() -> None:
+    def change(record: Record) -> Record:
+        sound = record.arm == "base" or record.warm or record.index != 1
+        return record if sound else changes(record, ok=False, error=f"of {record.session}")
+
+    text = rendered(make_run({"base": [2000, 2001], "head": [2000, 2001]}, [T2T], change=change))
+    rows = [line for line in text.splitlines() if line.startswith("- head, ")]
+    assert [row.rpartition("; see ")[2] for row in rows] == [
+        "`sessions/02-head/server.log`",
+        "`sessions/03-head/server.log`",
+    ]
+
+
 def test_a_run_without_any_session_still_has_a_report() -> None:
     run = changes(make_run(STEADY, change=lambda _: None), sessions=[])
 
