@@ -622,23 +622,29 @@ def plant_change(
         else:
             change = _at_prompt(kind, folder, prompt_key, prompt)
         commit = plant.plant([change], folder, f"planted: {change.what}")
-        typer.echo(f"planted {kind} in {folder} as {commit[:12]}")
+        branch = git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
+        where = "detached" if branch == "HEAD" else f"branch {branch}"
+        typer.echo(f"planted {kind}: {change.what}; committed {commit[:12]} to {folder} ({where})")
 
 
 def _at_prompt(kind: str, folder: Path, prompt_key: str | None, prompt: str | None) -> plant.Plant:
-    key = _key_of(folder, _prompt_text(prompt)) if prompt_key is None else prompt_key
-    return plant.flip(key) if kind == "flip" else plant.raising(key)
+    if prompt_key is None:
+        asked = _asked(prompt)
+        key, name = _key_of(folder, asked.text or ""), asked.id
+    else:
+        key, name = prompt_key, ""
+    return plant.flip(key, name=name) if kind == "flip" else plant.raising(key, name)
 
 
-def _prompt_text(name: str | None) -> str:
-    """The text of the prompt or question with this id; without one, of the question that cells of seed 0 ask first."""
+def _asked(name: str | None) -> Item:
+    """The prompt or question with this id; without one, the question that cells of seed 0 ask first."""
     if name is None:
-        return _first_question(seed=0).text or ""
+        return _first_question(seed=0)
     both = (*load_questions(default_root()).items, *load_prompts(default_root()).items)
     found = next((item for item in both if item.id == name), None)
     if found is None:
         raise PlantError(f"--prompt {name!r} is no id of workloads/questions.jsonl or workloads/prompts.jsonl")
-    return found.text or ""
+    return found
 
 
 def _first_question(seed: int) -> Item:

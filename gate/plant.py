@@ -21,6 +21,7 @@ from gate.arm import TRAINED_MODEL, ArmError, git
 
 KINDS = ("slow", "flip", "raise", "mute")
 FLIP_STEP = 5
+LEAST_SLOW = 0.001  # of a step; no run tells less from nothing
 
 # Lines of the engine, whole and unindented text included, that a plant hooks onto.
 LAUNCH = "            self._in_flight.append((step, [self.runner.launch(step)], []))"
@@ -45,8 +46,8 @@ class Plant:
 
 def slow(fraction: float) -> Plant:
     """Every step with a decode row takes `fraction` of its own time longer."""
-    if not 0 < fraction <= 10:
-        raise PlantError(f"--fraction {fraction} is not between 0 and 10 of a step")
+    if not LEAST_SLOW <= fraction <= 10:
+        raise PlantError(f"--fraction {fraction} is not between {LEAST_SLOW} and 10 of a step")
     code = f"""            import time
 
             began = time.perf_counter()
@@ -54,20 +55,26 @@ def slow(fraction: float) -> Plant:
             if any("decode" in row.walk for row in step.rows):
                 time.sleep({fraction!r} * (time.perf_counter() - began))
             self._in_flight.append((step, [launched], []))"""
-    return Plant("slow", "engine/lane.py", LAUNCH, code, f"decode steps take {fraction:.0%} longer")
+    return Plant("slow", "engine/lane.py", LAUNCH, code, f"decode steps take {100 * fraction:g}% longer")
 
 
-def flip(prompt_key: str, step: int = FLIP_STEP) -> Plant:
-    """The prompt with this key gets its second best token at `step` (counted from 0) of its text."""
+def flip(prompt_key: str, step: int = FLIP_STEP, name: str = "") -> Plant:
+    """The prompt with this key (and id `name`) gets its second best token at `step` (counted from 0) of its text."""
     act = f"""            if steps[index] == {step}:
                 tokens[index] = logits[index].topk(2).indices[1]"""
-    return Plant("flip", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act), f"{prompt_key} flips at step {step}")
+    what = f"{_called(prompt_key, name)} flips at step {step}"
+    return Plant("flip", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act), what)
 
 
-def raising(prompt_key: str) -> Plant:
-    """A step that holds the prompt with this key raises."""
+def raising(prompt_key: str, name: str = "") -> Plant:
+    """A step that holds the prompt with this key (and id `name`) raises."""
     act = """            raise RuntimeError("planted: this prompt raises")"""
-    return Plant("raise", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act), f"{prompt_key} raises")
+    what = f"{_called(prompt_key, name)} raises"
+    return Plant("raise", "engine/runner.py", CHOOSE, _at_prompt(prompt_key, act), what)
+
+
+def _called(prompt_key: str, name: str) -> str:
+    return f"{name} ({prompt_key})" if name else prompt_key
 
 
 def mute(layer: int, head: int) -> Plant:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from gate import cli
 from gate.arm import TRAINED_MODEL
-from gate.cli import _first_question, _prompt_text, app, called, first_part, found_plants
+from gate.cli import _asked, _first_question, app, called, first_part, found_plants
 from gate.plant import ATTENTION_OUTPUT, CHOOSE, LAUNCH, PlantError
 from gate.record import RunData
 from gate.rundir import RunDir, existing
@@ -544,8 +544,14 @@ def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
     assert slow.exit_code == 0, slow.output
     assert "time.sleep(0.1 *" in (repo / "engine" / "lane.py").read_text()
     assert run_git(repo, "log", "-1", "--format=%s") == "planted: decode steps take 10% longer"
+    commit = run_git(repo, "rev-parse", "HEAD")[:12]
+    told = f"planted slow: decode steps take 10% longer; committed {commit} to {repo} (branch main)\n"
+    assert slow.output == told
+    run_git(repo, "checkout", "--quiet", "--detach")
     flip = call("plant", "flip", str(repo), "--prompt-key", "0123456789ab")
     assert flip.exit_code == 0 and "!= '0123456789ab'" in (repo / "engine" / "runner.py").read_text()
+    assert f" 0123456789ab flips at step 5; committed {run_git(repo, 'rev-parse', 'HEAD')[:12]} to " in flip.output
+    assert flip.output.endswith(f"{repo} (detached)\n")
     mute = call("plant", "mute", str(repo), "--layer", "1", "--attention-head", "2")
     assert mute.exit_code == 0 and 'name == "thinker.layers.1"' in (repo / "engine" / "model" / "layers.py").read_text()
     (repo / TRAINED_MODEL).mkdir(parents=True)
@@ -555,6 +561,13 @@ def test_plant_commits_its_change_to_a_clone(place: Path) -> None:
     assert far.exit_code == 64 and "--layer 999 does not exist in the Thinker of" in far.output
     again = call("plant", "slow", str(repo))
     assert again.exit_code == 64 and "0 times; it must be there exactly once" in again.output
+
+
+def test_a_plant_at_a_prompt_is_told_by_its_id_and_its_key(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_anchors(place / "repo")
+    monkeypatch.setattr(cli, "_key_of", lambda folder, text: "0123456789ab")
+    flip = call("plant", "flip", str(place / "repo"), "--prompt", "q03")
+    assert flip.output.startswith("planted flip: q03 (0123456789ab) flips at step 5; committed ")
 
 
 def test_a_plant_commits_nothing_but_itself(place: Path) -> None:
@@ -580,11 +593,11 @@ def test_a_plant_commits_nothing_but_itself(place: Path) -> None:
 
 
 def test_a_plant_may_name_a_prompt_or_a_question_and_takes_the_first_question_otherwise() -> None:
-    assert _prompt_text("p00") == load_prompts(default_root()).items[0].text
-    assert _prompt_text("q00") == load_questions(default_root()).items[0].text
-    assert _prompt_text(None) == _first_question(0).text
+    assert _asked("p00").text == load_prompts(default_root()).items[0].text
+    assert _asked("q00").text == load_questions(default_root()).items[0].text
+    assert _asked(None) == _first_question(0)
     with pytest.raises(PlantError, match=r"--prompt 'r00' is no id of workloads/questions.jsonl or"):
-        _prompt_text("r00")
+        _asked("r00")
 
 
 def test_the_demo_compares_a_planted_clone_of_a_depth_one_clone_and_leaves_the_tree_as_it_was(

@@ -239,8 +239,10 @@ def test_an_anchor_that_is_not_there_exactly_once_is_an_error_and_nothing_is_wri
 
 
 def test_bad_parameters_are_named() -> None:
-    with pytest.raises(PlantError, match="--fraction 0"):
-        slow(0)
+    for fraction in (0, 0.0009, 11):
+        with pytest.raises(PlantError, match=rf"--fraction {fraction} is not between 0\.001 and 10 of a step"):
+            slow(fraction)
+    assert slow(0.001).what == "decode steps take 0.1% longer"
     with pytest.raises(PlantError, match="--prompt-key 'xyz'"):
         flip("xyz")
 
