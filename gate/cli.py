@@ -46,7 +46,7 @@ try:
     from gate.summary import failures, session_table
     from gate.verdict import NO_VERDICT, REGRESSION, Comparisons
     from gate.wish import Wish
-    from gate.workload import WorkloadError, default_root, load_prompts, load_questions, ordered
+    from gate.workload import WorkloadError, default_root, load_cells, load_prompts, load_questions, ordered
 except KeyboardInterrupt:  # these take a second or two to load, in which a Ctrl-C is one like any later
     print("gate: interrupted", file=sys.stderr)
     raise SystemExit(EXIT_INTERRUPTED) from None
@@ -76,7 +76,7 @@ class GateGroup(TyperGroup):
         except Exception as error:
             # Typer 0.26 and later carry their own copy of click, so its classes are known by their `show` alone.
             if hasattr(error, "show"):
-                error.show()
+                _tell_usage(error)
                 code = EXIT_USAGE
             elif isinstance(error, OSError) and error.errno in FULL_DISK:  # of the help, which no command prints
                 typer.echo(f"gate: {_fault(error)}", err=True)
@@ -93,6 +93,23 @@ class GateGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             _end("gate: interrupted", EXIT_INTERRUPTED)
+
+
+def _tell_usage(error: Any) -> None:
+    """Say a usage error of click's in one line, as the gate's own are said; no command at all gets the help instead."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    where = f"; see {error.ctx.command_path} --help" if getattr(error, "ctx", None) is not None else ""
+    typer.echo(f"gate: {' '.join(error.format_message().split()).rstrip('.')}{where}", err=True)
+
+
+def _set_names() -> str:
+    """The names of the gate's own cell sets, for the help."""
+    try:
+        return ", ".join(sorted(load_cells(default_root())))
+    except WorkloadError:
+        return "a wrong name lists them"
 
 
 app = typer.Typer(
@@ -127,7 +144,9 @@ Door = Annotated[
     ),
 ]
 Folder = Annotated[Path | None, typer.Option(metavar="DIR", help="Its tree as a folder; needs no history.")]
-SetName = Annotated[str, typer.Option("--set", metavar="NAME", help="The cell set of workloads/cells.toml.")]
+SetName = Annotated[
+    str, typer.Option("--set", metavar="NAME", help=f"The cell set of workloads/cells.toml: {_set_names()}.")
+]
 Cells = Annotated[str, typer.Option(metavar="A,B", help="Only these cells, such as T2T@1,A2T@4.")]
 Sessions = Annotated[int, typer.Option(min=1, metavar="N", help="Server boots per arm; the session is the sample.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides the order of sessions and of prompts.")]

@@ -23,7 +23,7 @@ from gate.plant import ATTENTION_OUTPUT, CHOOSE, LAUNCH, PlantError
 from gate.record import RunData
 from gate.rundir import RunDir, existing
 from gate.verdict import compare
-from gate.workload import default_root, load_prompts, load_questions
+from gate.workload import default_root, load_cells, load_prompts, load_questions
 from tests.gate.runs import make_run
 from tests.gate.test_report import planted_run
 from tests.gate.trees import make_repository, make_tree, make_workloads, run_git
@@ -148,13 +148,14 @@ def test_a_usage_error_is_a_sentence_and_64(place: Path, words: list[str], told:
     done = call(*words, *own)
     assert done.exit_code == 64, done.output
     assert told in done.output
-    assert "Traceback" not in done.output
+    assert done.output.startswith("gate: ") and done.output.count("\n") == 1
     assert not (place / "repo" / "runs").exists()
 
 
 def test_the_process_itself_ends_with_64_on_a_usage_error() -> None:
     done = subprocess.run([sys.executable, "-m", "gate", "compare", "--what"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 64 and "No such option" in done.stderr
+    assert done.returncode == 64 and done.stderr.startswith("gate: No such option: --what")
+    assert done.stderr.endswith("; see python -m gate compare --help\n")
 
 
 def test_a_failure_of_the_gate_itself_is_a_traceback_and_70_and_never_the_1_of_a_regression(
@@ -260,6 +261,15 @@ def test_every_command_has_help_with_what_it_does() -> None:
         done = call(name, "--help")
         assert done.exit_code == 0 and "Usage" in done.output
     assert "gate compare main HEAD" in call("compare", "--help").output
+
+
+@pytest.mark.parametrize("command", ["compare", "plan", "run"])
+def test_help_lists_the_sets_that_there_are(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no name is cut in two
+    told = " ".join(call(command, "--help").output.replace("│", " ").split())
+    assert f"workloads/cells.toml: {', '.join(sorted(load_cells(default_root())))}." in told
+    monkeypatch.setattr(cli, "default_root", lambda: Path("/no/where"))
+    assert cli._set_names() == "a wrong name lists them"
 
 
 @pytest.mark.parametrize(
