@@ -643,7 +643,7 @@ def plant_change(
         commit = plant.plant([change], folder, f"planted: {change.what}")
         branch = git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
         where = "detached" if branch == "HEAD" else f"branch {branch}"
-        typer.echo(f"planted {kind}: {change.what}; committed {commit[:12]} to {folder} ({where})")
+        typer.echo(f"planted {kind}: {change.what}; committed {commit[:12]} to {folder.resolve()} ({where})")
 
 
 def _at_prompt(kind: str, folder: Path, prompt_key: str | None, prompt: str | None) -> plant.Plant:
