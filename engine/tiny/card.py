@@ -376,7 +376,8 @@ def _training(out: Path, log: Sequence[LogLine], recipe: Recipe) -> str:
 
 {took} The command is
 `{command}`; its seeds are fixed, and other voices on
-the machine than those above make other data. Its plan trains {_planned(recipe.minutes)} minutes.
+the machine than those above make other data. Its plan trains
+{_planned(recipe.minutes)} minutes.
 
 ![losses over steps]({CURVES})
 """

@@ -108,7 +108,7 @@ def test_the_card_tells_what_the_files_say_and_leaves_open_what_they_do_not(out:
     assert "| answer held-out questions | 200 | 1.5 | 96.5 | 100 | – |" in text
     assert "| say held-out sentences, greedy | 2 | 2 | 90 | 100 | 12.25 |" in text
     assert (
-        "Its plan trains codec for 5, Thinker and audio encoder for 17.5 and decoder of foreseen codes for 1 minutes."
+        "Its plan trains\ncodec for 5, Thinker and audio encoder for 17.5 and decoder of foreseen codes for 1 minutes."
         in text
     )
     assert "can't be made out" not in text

@@ -89,7 +89,8 @@ def test_both_give_the_same_text_and_codes_in_all_tasks(served: Served, model: A
     assert [row.cell for row in rows] == [*UNITS, *UNITS]
     # Enough was compared.
     assert len({row.text for row in rows}) == 8
-    assert all(row.tokens > 3 and (row.frames > 3) == (row.cell in SPOKEN) for row in rows)
+    assert all(row.tokens > 3 and (row.frames > 0) == (row.cell in SPOKEN) for row in rows)
+    assert sum(row.frames for row in rows) > 16
     assert all((row.first_audio_s is None) != (row.cell in SPOKEN) for row in rows)
     assert told[1] == "2 of 8: A2T transcribe: the same"
     assert report(rows, {"threads": 1}, tmp_path) == 0
