@@ -160,12 +160,13 @@ def create(path: Path) -> RunDir:
     RunDirError when it holds a run or anything else, cannot be written, or the disk is nearly full.
     """
     path = path.resolve()
-    # A wish without a plan is what a gate leaves that was killed before it measured anything.
+    # A wish without a plan, or half a wish, is what a gate leaves that was killed before it measured anything.
+    begun = path / "wish.json.part"
     unplanned = (path / "wish.json").is_file() and not (path / "plan.json").exists()
     if (
         path.exists()
         and not unplanned
-        and (not path.is_dir() or any(not inside.is_dir() for inside in path.rglob("*")))
+        and (not path.is_dir() or any(not inside.is_dir() and inside != begun for inside in path.rglob("*")))
     ):
         raise RunDirError(f"--run {path} exists and is not an empty folder; name another one")
     _check_space(path)

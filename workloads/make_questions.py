@@ -1,8 +1,8 @@
 """Writes the questions of the workload: workloads/questions.jsonl, of the kinds that the small trained model learns.
 
 Run from the repository root: `python workloads/make_questions.py`. Training asks none of them: questions and sentences are
-the held-out ones of `engine/tiny/`. The committed file is the workload; another version of that code may give other
-questions, hence another workload hash.
+withheld by `engine/tiny/`. Fourteen are among those that `engine/tiny/met.txt` lists: no score is made of them here. The
+committed file is the workload; another version of that code may give other questions, hence another workload hash.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from itertools import cycle
 from pathlib import Path
 
-from engine.tiny.tasks import KINDS, REPEAT, held_out_questions
+from engine.tiny.tasks import KINDS, REPEAT, withheld_questions
 from engine.tiny.text import sentences
 
 SEED = 20_000
@@ -22,7 +22,7 @@ EACH = 8
 def questions() -> list[str]:
     """The kinds in turn, texts to repeat last in each round."""
     # A name is asked for in a later turn than it was given in, and an item has one turn.
-    asked = [one.text for one in held_out_questions(SEED, EACH * len(KINDS)) if not one.earlier]
+    asked = [one.text for one in withheld_questions(SEED, EACH * len(KINDS)) if not one.earlier]
     said = sentences(SEED, EACH, held_out=True)
     repeated = [wording.replace("{text}", text) for wording, text in zip(cycle(REPEAT), said, strict=False)]
     kinds = len(asked) // EACH

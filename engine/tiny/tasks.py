@@ -425,16 +425,21 @@ def _made_up_name(rng: Random) -> str:
     return capitalised("".join(syllables) + rng.choice(_CODAS))
 
 
-def held_out_questions(seed: int = 0, count: int = 200) -> list[Question]:
-    """Make `count` different questions that training never asks, of each of `KINDS` in turn.
-
-    In the place of one that was `met` stands another of its kind, or of arithmetic where none is left. ValueError for more
-    than there are.
-    """
-    rng, spare = Random(f"held-out questions {seed}"), Random(f"questions in the place of others {seed}")
+def withheld_questions(seed: int, count: int) -> list[Question]:
+    """Make `count` different questions that training never asks, of each of `KINDS` in turn; ValueError where a kind ends."""
+    rng = Random(f"held-out questions {seed}")
     drawn: dict[Question, None] = {}
     while len(drawn) < count:
         drawn[_another(KINDS[len(drawn) % len(KINDS)], rng, drawn)] = None
+    return list(drawn)
+
+
+def held_out_questions(seed: int = 0, count: int = 200) -> list[Question]:
+    """Make withheld questions that nobody met either: in the place of one that was `met` stands another of its kind.
+
+    Where none of its kind is left, it is one of arithmetic.
+    """
+    drawn, spare = withheld_questions(seed, count), Random(f"questions in the place of others {seed}")
     made = dict.fromkeys(one for one in drawn if one.text not in met())
     instead = {}
     for one in drawn:

@@ -17,7 +17,7 @@ from gate.cell import Cell
 from gate.client import Limits
 from gate.order import session_order
 from gate.run import carry_out, load_run, plan_only, resume, write_report
-from gate.rundir import RunDirError
+from gate.rundir import RunDirError, create
 from gate.session import Refused
 from gate.verdict import REGRESSION
 from gate.wish import Wish, check, chosen_cells, decode, encode, load_workloads
@@ -354,6 +354,13 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do(tmp_path: Path)
     with pytest.raises(WorkloadError, match=r"--cells 'T2T@9' does not exist; there are A2S@1, A2T@1"):
         chosen_cells(replace(wish, cells=("T2T@9",)))
     assert [cell.name for cell in chosen_cells(replace(wish, cells=("A2T@1", "T2T@2")))] == ["A2T@1", "T2T@2"]
+
+
+def test_a_run_directory_of_a_gate_that_was_killed_while_it_wrote_its_wish_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "run" / "sessions").mkdir(parents=True)
+    (tmp_path / "run" / "wish.json.part").write_bytes(b"{")
+    create(tmp_path / "run").write_wish(b"{}")
+    assert not (tmp_path / "run" / "wish.json.part").exists()
 
 
 def test_a_run_directory_that_holds_something_or_cannot_be_made_is_refused(tmp_path: Path) -> None:
