@@ -389,11 +389,11 @@ def _deregister(repository: Path, target: Path) -> None:
     `git worktree prune` would drop the user's own too, staged work included, where their disk isn't mounted just now.
     """
     common = repository / git(repository, "rev-parse", "--git-common-dir").strip()
+    gone = target.resolve() / ".git"
     for named in (common / "worktrees").glob("*/gitdir"):
         # It may be relative (worktree.useRelativePaths).
-        if (
-            named.parent / named.read_text(encoding="utf-8", errors="surrogateescape").strip()
-        ).resolve() == target.resolve() / ".git":
+        place = named.parent / named.read_text(encoding="utf-8", errors="surrogateescape").strip()
+        if place.resolve() == gone:
             shutil.rmtree(named.parent, ignore_errors=True)
 
 

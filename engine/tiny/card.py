@@ -27,7 +27,7 @@ from engine.tiny.shapes import CODES, MAX_BYTES, VOCAB, parameters
 from engine.tiny.voices import HELD_OUT_VOICE, MAIN_VOICE, SAMPLE_RATE, Floats, Line
 
 CARD, CURVES, SPECTROGRAMS = "README.md", "curves.png", "spectrograms.png"
-# The folder of another training by the same plan, in that of this one.
+# The folder of another training with the same settings, in that of this one.
 RERUN = "rerun"
 # What was done by hand, or otherwise than this program does it today: Markdown, for whoever reads the card.
 NOTES = "notes.md"
@@ -414,13 +414,8 @@ def _steps(out: Path, stage: str) -> str:
 def _logged(out: Path) -> list[LogLine]:
     """The stages that ran in `out`; none where their log was left behind."""
     path = out / "log.jsonl"
-    try:
-        return shards.read_list(path, LogLine) if path.exists() else []
-    except ValueError as error:
-        reason = str(error).rpartition(";")[0]
-        raise ValueError(
-            f"{reason}; mend it, or delete it: the card then leaves open when and where stages ran"
-        ) from None
+    way_out = "mend it, or delete it: the card then leaves open when and where stages ran"
+    return shards.read_list(path, LogLine, way_out) if path.exists() else []
 
 
 def _found(out: Path) -> _Scores:

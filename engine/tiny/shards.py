@@ -53,20 +53,21 @@ def write_list(path: Path, entries: Sequence[object]) -> None:
     os.replace(unfinished, path)
 
 
-def read_list(path: Path, kind: type[Entry]) -> list[Entry]:
-    """The entries of a list of a shard, or of the manifest; ValueError names a line that can't be read."""
+def read_list(path: Path, kind: type[Entry], way_out: str = "") -> list[Entry]:
+    """The entries of a list of a shard, or of the manifest; ValueError names a line that can't be read, and the `way_out`."""
     found: list[Entry] = []
     for number, row in enumerate(path.read_bytes().splitlines(), 1):
         try:
             found.append(msgspec.json.decode(row, type=kind))
         except msgspec.DecodeError as error:
-            raise damaged(path, error, f", line {number},") from None
+            raise damaged(path, error, f", line {number},", way_out) from None
     return found
 
 
-def damaged(path: Path, error: Exception, where: str = "") -> ValueError:
-    """The error of a file that can't be read, with the way out."""
-    return ValueError(f"{path}{where} is damaged ({error}); fetch it again, or delete {path.parent} to make it again")
+def damaged(path: Path, error: Exception, where: str = "", way_out: str = "") -> ValueError:
+    """The error of a file that can't be read, with the way out: to make its folder again unless another is given."""
+    advice = way_out or f"fetch it again, or delete {path.parent} to make it again"
+    return ValueError(f"{path}{where} is damaged ({error}); {advice}")
 
 
 def whole(folder: Path, shard: str) -> NDArray[Any]:

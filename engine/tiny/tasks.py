@@ -430,7 +430,7 @@ def withheld_questions(seed: int, count: int) -> list[Question]:
     rng = Random(f"held-out questions {seed}")
     drawn: dict[Question, None] = {}
     while len(drawn) < count:
-        drawn[_another(KINDS[len(drawn) % len(KINDS)], rng, drawn)] = None
+        drawn[_another(KINDS[len(drawn) % len(KINDS)], rng, lambda one: one not in drawn)] = None
     return list(drawn)
 
 
@@ -440,31 +440,32 @@ def held_out_questions(seed: int = 0, count: int = 200) -> list[Question]:
     Where none of its kind is left, it is one of arithmetic.
     """
     drawn, spare = withheld_questions(seed, count), Random(f"questions in the place of others {seed}")
-    made = dict.fromkeys(one for one in drawn if one.text not in met())
-    instead = {}
+    taken = {one for one in drawn if one.text not in met()}
+    made = []
     for one in drawn:
-        if one.text in met():
-            instead[one] = _unmet(one, spare, made)
-            made[instead[one]] = None
-    return [instead.get(one, one) for one in drawn]
+        chosen = one if one in taken else _instead_of(one, spare, taken)
+        taken.add(chosen)
+        made.append(chosen)
+    return made
 
 
-def _another(
-    kind: str, rng: Random, but: Collection[Question], *, met: Collection[str] = (), spoken: bool | None = None
-) -> Question:
-    """A held-out question of `kind` that is not among the questions `but` or the texts `met`; ValueError when none is found."""
+def _instead_of(question: Question, rng: Random, taken: Collection[Question]) -> Question:
+    def fits(one: Question) -> bool:
+        return one not in taken and one.text not in met() and one.spoken == question.spoken
+
+    try:
+        return _another(question.kind, rng, fits)
+    except ValueError:
+        return _another("arithmetic", rng, fits)
+
+
+def _another(kind: str, rng: Random, fits: Callable[[Question], bool]) -> Question:
+    """A held-out question of `kind` that `fits`; ValueError when none is found."""
     for _ in range(_MOST_DRAWS):
         one = _made(_MAKERS[kind], rng, held_out=True)
-        if one not in but and one.text not in met and spoken in (None, one.spoken):
+        if fits(one):
             return one
     raise ValueError(f"there are no more held-out questions of the kind {kind}")
-
-
-def _unmet(question: Question, rng: Random, but: Collection[Question]) -> Question:
-    try:
-        return _another(question.kind, rng, but, met=met(), spoken=question.spoken)
-    except ValueError:
-        return _another("arithmetic", rng, but, met=met(), spoken=question.spoken)
 
 
 @functools.cache
